@@ -8,6 +8,7 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jaxtyping import install_import_hook
 
 from tests import xla_defects
@@ -151,6 +152,24 @@ def _shared_programs(request, _quick_compiles):
         _SHARED.clear()
         jax.clear_caches()
         gc.collect()
+
+
+_KEPT = (
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kept_programs():
+    """A command in this process makes JAX keep programs in a folder: for its own module alone."""
+    before = {name: getattr(jax.config, name) for name in _KEPT}
+    yield
+    if any(getattr(jax.config, name) != value for name, value in before.items()):
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -60,9 +60,10 @@ def reserved(cells: Cells, blocks: Blocks) -> Bool[np.ndarray, " C"]:
 def arrange(cells: Cells, seq_id: int, blocks: Blocks) -> tuple[Cells, CellCopies]:
     """Moves a sequence's tokens to their cells in blocks.
 
-    A block whose used cells are all tokens of one table entry, each in its cell, stays, and takes
-    in what that entry lacks. The other entries get empty blocks. Cells that another sequence owns
-    as well are copied, and the originals stay its own.
+    An entry of the table keeps its block where all its tokens lie in their cells, whoever else has
+    tokens there, or where nobody else has: then the block takes in what the entry lacks. The other
+    entries get empty blocks. Cells that another sequence owns as well are copied, and the originals
+    stay its own.
 
     Args:
       cells: on the host.
@@ -212,11 +213,12 @@ def _staying(
     right = (mine % size == cells.pos[mine] % size) & (mine // size < n_ctx(cells) // size)
     pairs = np.stack([which[right], mine[right] // size], axis=1)
     found, n_right = np.unique(pairs, axis=0, return_counts=True)
-    n_tokens = np.bincount(which, minlength=n)
+    n_tokens, n_mine = np.bincount(which, minlength=n), np.bincount(mine // size)
     out, best = np.full(n, -1, np.int32), np.zeros(n, int)
     for (i, b), here in zip(found.tolist(), n_right.tolist(), strict=True):
-        # What another sequence in blocks has as well may be shared, but not added to.
-        fits = used[b] == here and (here == n_tokens[i] or b not in others)
+        # What others have as well may be shared until somebody writes to it, but not added to.
+        complete = here == n_tokens[i] and here == n_mine[b]
+        fits = complete or (used[b] == here and b not in others)
         if fits and here > best[i]:
             out[i], best[i] = b, here
     return out

@@ -91,23 +91,51 @@ def test_pending_shifts_move_along():
     assert after.cells.delta[8:12].tolist() == [-4] * 4 and not after.cells.delta[:8].any()
 
 
-def test_a_foreign_cell_in_the_block_moves_the_sequence_not_the_other():
+def test_beside_a_foreign_cell_a_sequence_stays_until_it_writes_there():
     group = laid(laid(empty(), [4, 5], [0, 1], 0), [6], [0], 1)
     after, rows = to_blocks(group)
-    assert pairs(rows) == [(4, 0), (5, 1)]
+    assert pairs(rows) == [] and table(after) == (1,)
+    after, slots, rows = appended(after, 0, 1)
+    assert pairs(rows) == [(4, 0), (5, 1)] and slots.tolist() == [2]
     assert np.flatnonzero(kc.owned(after.cells, 1)).tolist() == [6]
+
+
+def test_beside_a_foreign_cell_nothing_is_added():
+    group = laid(laid(empty(), [4, 5, 10], [0, 1, 2], 0), [6], [0], 1)
+    after, rows = to_blocks(group)
+    assert pairs(rows) == [(4, 8), (5, 9)] and table(after) == (2,)
+
+
+def test_what_lies_in_blocks_that_others_entered_is_restored_where_no_block_is_empty():
+    """Sequence 1 keeps tokens that the first one has removed, in blocks of the first one."""
+    group, _ = to_blocks(laid(empty(8), range(8), range(8), 0, 1))
+    group = edit.rm(edit.rm(group, 0, 2, 4), 0, 6)
+    used = np.flatnonzero(group.cells.pos >= 0).astype(np.int32)
+    kept = saved.SavedCells(
+        n_cells=8,
+        head=group.head,
+        index=used,
+        pos=group.cells.pos[used],
+        seqs=group.cells.seqs[used],
+        lost={},
+    )
+    restored, out = insert.into_group(empty(8), kept, {0: 0, 1: 1})
+    assert out.tolist() == used.tolist()
+    after, rows = to_blocks(restored)
+    assert pairs(rows) == [] and table(after) == table(group) == (0, 1)
 
 
 def test_shared_cells_stay_shared_in_whole_blocks_and_are_copied_from_others():
     group = laid(laid(empty(), range(4, 10), range(6), 0, 1), [10], [6], 0)
-    # Sequence 1 shares block 1; in block 2 lies a token that is not its own.
+    # Sequence 1 shares block 1, and block 2 as well, where a token is not its own.
     after, rows = to_blocks(group, 1)
-    assert pairs(rows) == [(8, 0), (9, 1)]
-    assert table(after, 1) == (1, 0)
-    assert np.flatnonzero(kc.owned(after.cells, 0)).tolist() == list(range(4, 11))
-    # Sequence 0 lies well, for the other has left block 2.
+    assert pairs(rows) == [] and table(after, 1) == (1, 2)
     both, rows = to_blocks(after, 0)
     assert pairs(rows) == [] and table(both, 0) == (1, 2)
+    both, slots, rows = appended(both, 1, 1)
+    assert pairs(rows) == [(8, 0), (9, 1)] and slots.tolist() == [2]
+    assert table(both, 1) == (1, 0) and table(both, 0) == (1, 2)
+    assert np.flatnonzero(kc.owned(both.cells, 0)).tolist() == list(range(4, 11))
 
 
 def test_the_first_to_write_to_a_shared_block_takes_a_block_of_its_own():

@@ -4,12 +4,10 @@ import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from kvrt.cli.main import main
 
@@ -37,25 +35,14 @@ def tiny(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory) -> Iterator[Path]:
+def cache(tmp_path_factory) -> Path:
     """One cache folder for all tests and workers, so that each program is compiled once."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
     folder = folder / "kvrt-cache"
     folder.mkdir(mode=0o700, exist_ok=True)
-    names = (
-        "jax_compilation_cache_dir",
-        "jax_persistent_cache_min_compile_time_secs",
-        "jax_persistent_cache_min_entry_size_bytes",
-    )
-    before = {name: getattr(jax.config, name) for name in names}
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
-    yield folder
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+    return folder
 
 
 @pytest.fixture
