@@ -11,7 +11,10 @@ import itertools
 from typing import NamedTuple
 
 AXES = {
-    "policy": ("none", "context_shift", "attention_sinks", "extend_cache", "extend_paper"),
+    "policy": (
+        *("none", "context_shift", "attention_sinks", "extend_cache", "extend_paper"),
+        *("h2o", "snapkv"),
+    ),
     "where": ("runtime", "blocks", "engine_cells", "engine_paged"),
     "rope": ("write", "read"),
     "dtype": ("f32", "bf16", "f16", "int8", "q8_0", "int4", "int2", "kivi4"),
@@ -27,7 +30,8 @@ AXES = {
 }
 # What each value means; docs/support.md has it in front of the tables.
 MEANING = {
-    "policy": "`ContextShift`, `AttentionSinks`, `SelfExtend` of kind `cache` and of kind `paper`",
+    "policy": "`ContextShift`, `AttentionSinks`, `SelfExtend` of kind `cache` and of kind `paper`; "
+    "policies by score, with a budget that nothing outgrows",
     "where": "a `Runtime`, a `Runtime` whose sequence lies in blocks (`to_blocks`), an `Engine` in "
     "cell mode and one in paged mode",
     "rope": "`CacheConfig.rope`: keys are rotated when they are written, or when they are read",
@@ -101,6 +105,7 @@ class Rule:
 
 ENGINES, RUNTIMES = "engine_cells engine_paged", "runtime blocks"
 DROPS = "context_shift attention_sinks"
+SCORES = "h2o snapkv"
 STATES = "recurrent full+recurrent window+recurrent full+delta"
 
 REFUSED = (
@@ -238,6 +243,49 @@ REFUSED = (
         "refused",
         "has nothing to drop: all layers use the cells of their window again",
         "no request outgrows layers that all forget by themselves",
+    ),
+    Rule(
+        "R24",
+        {"policy": SCORES, "rope": "read"},
+        "refused",
+        "positions move, and those of tokens that .* keeps never do; use rope='write'",
+        "positions of tokens that are kept by score never move",
+    ),
+    Rule(
+        "R25",
+        {"policy": SCORES, "dtype": "kivi4"},
+        "refused",
+        "share scales with their neighbours, and .* keeps some without the others; use int4",
+        "keys that share a scale do not go one by one",
+    ),
+    Rule(
+        "R26",
+        {"policy": SCORES, "layers": "shared produced"},
+        "refused",
+        "which .* evicts before it runs, by what layer 0 alone attends to; use a policy",
+        "a layer that reads what another one keeps would lose tokens that it attends to itself",
+    ),
+    Rule(
+        "R27",
+        {"policy": SCORES, "layers": "latent"},
+        "refused",
+        "have one cell a token for all heads, which .* chooses by head; use a policy by position",
+        "a latent is one cell for all heads, and each head keeps tokens of its own",
+    ),
+    Rule(
+        "R28",
+        {"policy": SCORES, "layers": "window sink_window chunked recurrent window+recurrent"},
+        "refused",
+        "keeps tokens of layers that see every position, and this model has none: .* leave the",
+        "windows and states forget by a rule of their own",
+    ),
+    Rule(
+        "R29",
+        {"policy": SCORES, "where": "blocks"},
+        "refused",
+        "no layer of this model keeps the cells of all positions; set swa_full",
+        "slots of a head are no cells, and no layer is left that has a block table; `to_blocks` "
+        "refuses",
     ),
     Rule(
         "N1",

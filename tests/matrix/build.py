@@ -9,6 +9,7 @@ from unittest import mock
 from kvrt import CacheConfig, Runtime, SelfExtend
 from kvrt.attention import registry
 from kvrt.policies import AttentionSinks, ContextShift
+from kvrt.policies.scored import H2O, SnapKV
 from kvrt.program.mesh import MeshSpec
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
@@ -81,6 +82,12 @@ def policy_of(cell: Cell) -> Any:
     return None
 
 
+def scored_of(cell: Cell) -> Any:
+    """A policy by score whose slots hold more than a text ever has: nothing is evicted."""
+    made = {"h2o": H2O, "snapkv": SnapKV}.get(cell.policy)
+    return made and made(budget=128, interval=128)
+
+
 def extend_of(cell: Cell) -> SelfExtend | None:
     kind = {"extend_cache": "cache", "extend_paper": "paper"}.get(cell.policy)
     # Only what lies before the first round can be hit.
@@ -135,9 +142,10 @@ def build(cell: Cell) -> Any:
     """A Runtime, or an Engine, of a cell."""
     mesh = MeshSpec(tensor=2, context=2) if cell.devices == "mesh" else None
     model, config = model_of(cell.layers), config_of(cell)
+    policy = policy_of(cell) or scored_of(cell)
     with kernels_of_here():
         if cell.is_engine:
-            made = Engine(model, config, options_of(cell), mesh=mesh, policy=policy_of(cell))
+            made = Engine(model, config, options_of(cell), mesh=mesh, policy=policy)
             if made._steps._reads is not None:
                 # Whatever that costs: all of it fits into one pass.
                 made._steps._reads.choose = lambda runs, n_blocks, cost: runs[: cost.most]
@@ -147,7 +155,7 @@ def build(cell: Cell) -> Any:
             told[{"tiers": "tiers", "prefix": "prefix_cache"}[cell.state]] = True
         if cell.decode != "plain":
             told["decode"] = cell.decode
-        made = Runtime(model, config, policy=policy_of(cell), mesh=mesh, **told)
+        made = Runtime(model, config, policy=policy, mesh=mesh, **told)
     if cell.where == "blocks":
         made.to_blocks(0)
     return made

@@ -38,9 +38,10 @@ EQUAL = (
     Cell(layers="full+delta", state="checkpoints"),
     Cell(where="engine_paged", layers="full+delta", state="prefix"),
     Cell(where="engine_paged", dtype="kivi4", state="prefix"),
+    Cell(policy="h2o", layers="full+window", state="session"),
 )
 # Made, or refused, without compiling anything.
-QUICK = ("R1", "R3", "R5", "R7", "R8", "R9", "R11", "R13", "R16", "R19", "R23")
+QUICK = ("R1", "R3", "R5", "R7", "R8", "R9", "R11", "R13", "R16", "R19", "R23", "R24", "R26")
 
 
 @pytest.mark.parametrize("cell", EQUAL, ids=str)
@@ -76,7 +77,9 @@ def test_the_axes_have_what_kvrt_has():
     """A new policy, KV dtype or mask joins the matrix."""
     assert {*get_args(KVDtype), "kivi4"} == set(AXES["dtype"])
     extends = {f"extend_{kind}" for kind in get_args(ExtendKind)}
-    assert {"none", *POLICIES} | extends == set(AXES["policy"])
+    # Policies by score differ in what they evict, and here nothing is: one that sums over all
+    # queries, and one that looks at the last of them.
+    assert {"none", *POLICIES, "h2o", "snapkv"} | extends == set(AXES["policy"])
     masks = {mask.kind for name in AXES["layers"] for mask in masks_of(name)}
     # No runtime has layers that see what comes later.
     assert masks == set(get_args(MaskKind)) - {"symmetric"}
