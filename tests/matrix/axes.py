@@ -24,7 +24,7 @@ AXES = {
         *("window+recurrent", "full+delta"),
     ),
     "devices": ("one", "mesh"),
-    "attention": ("xla", "gpu", "tpu"),
+    "attention": ("xla", "gpu", "tpu", "sparse"),
     "state": ("plain", "session", "tiers", "prefix", "checkpoints"),
     "decode": ("plain", "fork", "beams", "shared"),
 }
@@ -43,7 +43,8 @@ MEANING = {
     "(`produced`), all positions with a latent, of which values are a view (`latent_rank`), and "
     "mixtures",
     "devices": "one device, or a mesh of `tensor=2,context=2`",
-    "attention": "XLA, the GPU's kernel and the TPU's kernel, both interpreted",
+    "attention": "XLA, the GPU's kernel and the TPU's kernel, both interpreted, and sparse reads "
+    "(`CacheConfig.select`) of a budget that nothing outgrows",
     "state": "nothing more; saved in a file and read into another object; blocks offloaded to the "
     "host's memory and back; a prefix hit of a second request; context checkpoints, at one of "
     "which a text that continues otherwise resumes",
@@ -286,6 +287,64 @@ REFUSED = (
         "no layer of this model keeps the cells of all positions; set swa_full",
         "slots of a head are no cells, and no layer is left that has a block table; `to_blocks` "
         "refuses",
+    ),
+    Rule(
+        "R30",
+        {"attention": "sparse", "rope": "read"},
+        "refused",
+        "RoPE pairs channels and moves extremes, so unrotated keys have none; use rope='write'",
+        "labels are of keys as they are stored, and RoPE mixes their channels",
+    ),
+    Rule(
+        "R31",
+        {"attention": "sparse", "dtype": "kivi4"},
+        "refused",
+        "kivi4 keys share scales by cells and have a tail elsewhere; use keys of another type",
+        "a tail of keys lies in another array, and cells are read one by one",
+    ),
+    Rule(
+        "R32",
+        {"attention": "sparse", "layers": "latent"},
+        "refused",
+        "a latent is one key for all heads, which is read once anyway; leave select out",
+        "cells are chosen for each kv head, and a latent has one for all",
+    ),
+    Rule(
+        "R33",
+        {
+            "attention": "sparse",
+            "layers": "window sink_window chunked recurrent window+recurrent",
+        },
+        "refused",
+        "layers that see all of them, and this model has none .* leave select out",
+        "windows and states read little already",
+    ),
+    Rule(
+        "R34",
+        {"attention": "sparse", "policy": SCORES},
+        "refused",
+        "choose among all tokens, and .* keeps but some; use one of the two",
+        "what a policy by score has evicted cannot be chosen",
+    ),
+    Rule(
+        "R35",
+        {"attention": "sparse", "devices": "mesh"},
+        "refused",
+        "needs labels of all cells on one device; leave mesh out",
+        "devices would choose among their own cells",
+        lift=True,
+    ),
+    Rule(
+        "R36",
+        {
+            "attention": "sparse",
+            "where": "engine_paged",
+            "layers": "full+window full+wide_window full+chunked",
+        },
+        "refused",
+        "in blocks this model's layers share arrays; use cells",
+        "layers with a window and without share an array, of which labels would be of one",
+        lift=True,
     ),
     Rule(
         "N1",

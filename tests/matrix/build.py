@@ -11,6 +11,7 @@ from kvrt.attention import registry
 from kvrt.policies import AttentionSinks, ContextShift
 from kvrt.policies.scored import H2O, SnapKV
 from kvrt.program.mesh import MeshSpec
+from kvrt.select_spec import DoubleSparsity
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.offload import TierConfig
@@ -18,9 +19,9 @@ from kvrt.serving.scheduling.step_plan import Rules
 from tests.interpreted import GPU, TPU
 from tests.matrix.axes import Cell
 from tests.matrix.plaincache import RUN
-from tests.matrix.plainmodel import PlainModel
+from tests.matrix.plainmodel import N_KV, PlainModel
 
-ATTENTION = {"xla": "chunked", "gpu": GPU, "tpu": TPU}
+ATTENTION = {"xla": "chunked", "gpu": GPU, "tpu": TPU, "sparse": "chunked"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Sizes:
 
 
 def sizes_of(cell: Cell) -> Sizes:
-    small = Sizes()
+    # Sparse reads are of blocks of 16.
+    small = Sizes(block=16 if cell.attention == "sparse" else 8)
     if cell.dtype.startswith("kivi") and cell.is_engine:
         return _by_channel(cell)
     if cell.dtype.startswith("kivi"):
@@ -62,6 +64,8 @@ def sizes_of(cell: Cell) -> Sizes:
         return dataclasses.replace(small, n_ctx=n_ctx, n_discard=40 - small.n_keep)
     if cell.policy in ("context_shift", "attention_sinks"):
         return dataclasses.replace(small, n_prompt=56, n_decode=12)
+    if cell.where == "blocks" and cell.attention == "sparse":
+        return dataclasses.replace(small, n_ctx=80)
     return small
 
 
@@ -97,6 +101,14 @@ def extend_of(cell: Cell) -> SelfExtend | None:
     return SelfExtend(ga_n=2, ga_w=ga_w, kind=kind) if kind else None
 
 
+def select_of(cell: Cell) -> DoubleSparsity | None:
+    """Reads of single cells, of which there are more than a text ever has: all are read."""
+    if cell.attention != "sparse":
+        return None
+    channels = (((0, 1),) * N_KV,) * 2
+    return DoubleSparsity(n_cells=128, n_dense=0, channels=channels, by_cell=True)
+
+
 def config_of(cell: Cell) -> CacheConfig:
     sizes = sizes_of(cell)
     return CacheConfig(
@@ -108,6 +120,7 @@ def config_of(cell: Cell) -> CacheConfig:
         type_v="f16" if cell.dtype.startswith("kivi") else cell.dtype,
         rope=cell.rope,
         attention=ATTENTION[cell.attention],
+        select=select_of(cell),
         self_extend=extend_of(cell),
         defrag_threshold=1.0,
         n_checkpoints=8 if cell.state == "checkpoints" else 0,

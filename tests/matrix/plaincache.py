@@ -4,6 +4,7 @@ What is stored is rounded to its KV dtype, number by number; all else is float64
 are float16, and in an engine 32 of them are quantized together when the last of them is stored.
 """
 
+import copy
 import dataclasses
 
 import ml_dtypes
@@ -167,6 +168,14 @@ class PlainSeq:
         out = np.stack([self.logits(t, q, own[0].pos, own) for t in range(len(tokens))])
         self.store(own)
         return out
+
+    def one_by_one(self, tokens):
+        """Logits [V] of the last of a step's tokens if each sees those before it as stored.
+
+        A step may take tokens so where layers keep them by score. The sequence stays as it is.
+        """
+        seq = copy.deepcopy(self)
+        return [seq.step([token]) for token in tokens][-1][-1]
 
     def hold(self, tokens):
         """Takes in tokens that were computed before, whose logits nobody wants."""
