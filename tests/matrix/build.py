@@ -54,7 +54,7 @@ def sizes_of(cell: Cell) -> Sizes:
         return small
     if cell.is_engine:
         # Of 55 tokens of a request 36 go at once: 19 stay, as above.
-        n_ctx = 80 if cell.state == "tiers" else 128
+        n_ctx = (96 if small.block == 16 else 80) if cell.state == "tiers" else 128
         if cell.state != "plain":  # only what is never dropped can be hit: two blocks
             small = dataclasses.replace(small, n_keep=16, n_window=36)
         else:  # a quarter of it, which goes at once where a K-shift quantizes again, is a chunk
@@ -95,7 +95,8 @@ def scored_of(cell: Cell) -> Any:
 def extend_of(cell: Cell) -> SelfExtend | None:
     kind = {"extend_cache": "cache", "extend_paper": "paper"}.get(cell.policy)
     # Only what lies before the first round can be hit.
-    if kind == "cache" and cell.is_engine and cell.state != "plain" and cell.dtype == "kivi4":
+    large = cell.dtype == "kivi4" or cell.attention == "sparse"
+    if kind == "cache" and cell.is_engine and cell.state != "plain" and large:
         return SelfExtend(ga_n=2, ga_w=48, kind=kind)
     ga_w = 16 if cell.is_engine and cell.state != "plain" and kind == "cache" else 8
     return SelfExtend(ga_n=2, ga_w=ga_w, kind=kind) if kind else None

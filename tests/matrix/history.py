@@ -252,10 +252,12 @@ class EngineHistory:
                 raise Different(f"request {name}: a chunk at {start}, wanted {n_done}")
             n_done += n
             part = tokens[start : start + n]
-            alone = [seq.one_by_one(part)] if scored_of(self.cell) else []
+            more = seq.one_by_one(part) if scored_of(self.cell) else 0.0
             wanted = self.stepped(seq, part)
             if start + n >= n_prompt:
-                self.judge(f"request {name}, position {start + n - 1}", next(found), wanted, *alone)
+                self.judge(
+                    f"request {name}, position {start + n - 1}", next(found), wanted, wanted + more
+                )
 
     def begun(self, tokens: list[int], n: int) -> tuple[PlainSeq, int]:
         """The oracle of a request that begins with a hit of n tokens, and n."""
@@ -315,6 +317,8 @@ def engine_history(cell: Cell, made: Any, folder: Path) -> float:
     n_folds = 10
     if by_channel:  # a hit is a block of 32 tokens
         n_b = n_folds = 34
+    if cell.attention == "sparse":  # of 16
+        n_folds = 34
     at.ask("b", drawn(1, n_b if drops else n_folds if folds else 7), 3)
     if cell.decode in ("fork", "shared"):
         while at.n_sampled("a") < (18 if drops else 2):
@@ -365,7 +369,9 @@ def _evict(at: EngineHistory, *, folds: bool, n_times: int) -> None:
     What SelfExtend moved is not kept, so that short texts alone need the place of others.
     """
     n_texts, n_tokens = (16, 12) if folds else (3, 47)
-    if folds and at.cell.dtype == "kivi4":  # whole blocks, and no round of SelfExtend
+    if folds and (
+        at.cell.dtype == "kivi4" or at.cell.attention == "sparse"
+    ):  # whole blocks, and no round of SelfExtend
         n_texts, n_tokens = 3, 40
     for i in range(n_times * n_texts):
         _settle(at.made)

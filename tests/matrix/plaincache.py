@@ -165,17 +165,22 @@ class PlainSeq:
         self.divide()
         self.settle()
         own, q = self.own(tokens)
-        out = np.stack([self.logits(t, q, own[0].pos, own) for t in range(len(tokens))])
+        out = np.stack([self.logits(t, q, own) for t in range(len(tokens))])
         self.store(own)
         return out
 
     def one_by_one(self, tokens):
-        """Logits [V] of the last of a step's tokens if each sees those before it as stored.
+        """What the last of a step's tokens has more if it sees those before it as stored.
 
-        A step may take tokens so where layers keep them by score. The sequence stays as it is.
+        A step may take tokens so in layers that keep them by score. The sequence stays as it is.
         """
+        (own, q), last = self.own(tokens), len(tokens) - 1
+        full = [m for m in plainmodel.masks_of(self.cell.layers) if m.kind == "full"]
+        together = self.attended(last, q, own, full)
         seq = copy.deepcopy(self)
-        return [seq.step([token]) for token in tokens][-1][-1]
+        if last:
+            seq.store(own[:last])
+        return seq.attended(0, q[last:], own[last:], full) - together
 
     def hold(self, tokens):
         """Takes in tokens that were computed before, whose logits nobody wants."""
@@ -205,13 +210,17 @@ class PlainSeq:
         self.quantize(range(before // RUN, self.n_stored // RUN) if self.runs else ())
         self.states[len(self.rows)] = self.window, self.total
 
-    def logits(self, t, q, first, own):
-        out = self.recur(q[t].ravel()) if self.state else 0.0
-        rows = self.rows + own[: t + 1]
+    def logits(self, t, q, own):
+        state = self.recur(q[t].ravel()) if self.state else 0.0
+        return state + self.attended(t, q, own, plainmodel.masks_of(self.cell.layers))
+
+    def attended(self, t, q, own, masks):
+        """What layers with these masks give the t-th of some new tokens."""
+        rows, first, out = self.rows + own[: t + 1], own[0].pos, 0.0
         pos = np.array([row.pos for row in rows])
         keys, values = np.stack([r.k for r in rows]), np.stack([r.v for r in rows])
         is_rotated = (np.arange(len(rows)) < len(self.rows)) & (self.cell.rope == "write")
-        asked = [(q[t], mask) for mask in plainmodel.masks_of(self.cell.layers)]
+        asked = [(q[t], mask) for mask in masks]
         if plainmodel.shares(self.cell.layers):
             asked += [(q[t][::-1], mask) for _, mask in asked]
         by_head = np.repeat(values, N_HEADS // values.shape[1], axis=1)
