@@ -110,7 +110,7 @@ def part_of(cell: Cell) -> str:
     """Which of the files of slow tests has a cell."""
     if cell.devices == "mesh":
         return "mesh"
-    return "pairs" if cell.attention == "xla" else "kernels"
+    return "kernels" if cell.attention in ("gpu", "tpu") else "pairs"
 
 
 def part(name: str) -> list[Cell]:
