@@ -70,7 +70,7 @@ def test_kvzip_says_what_its_repetition_takes(go, long_prompt, tmp_path):
     assert done.code == 0, done.err
     said = [x for x in done.err.splitlines() if x.startswith("KVzip")]
     assert said[0].startswith("KVzip has the prompt repeated: ") and len(said) == 2
-    assert said[0].endswith("are evaluated for its 60, two to three times a prefill")
+    assert " for its 60, each time beside all of them: several times a prefill" in said[0]
     assert said[1].startswith("KVzip keeps 40 tokens a kv head; ")
     again = go("-n", 3, "--dtype", "f32", "--session", path, prompt=False)
     assert again.code == 0 and "KVzip keeps 40 tokens a kv head, 43 at most" in again.err

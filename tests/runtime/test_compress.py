@@ -52,6 +52,21 @@ def test_what_it_takes_at_its_peak_and_what_stays():
     assert found.cache_bytes == 2 * (28 * one + 8)
 
 
+def test_a_progress_that_raises_leaves_nothing_of_the_prompt():
+    runtime, done = Runtime(ToyLm(), CONFIG, policy=POLICIES["h2o"]), []
+
+    def stop(*n):
+        done.append(n)
+        if len(done) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compress_prompt(runtime, TEXT, 1, progress=stop)
+    assert done == [(32, 100), (64, 100)] and runtime.seq_pos_max(1) < 0
+    compress_prompt(runtime, TEXT, 1)
+    assert runtime.seq_pos_max(1) == 99
+
+
 def test_a_prompt_that_fits_is_only_read():
     runtime = Runtime(ToyLm(), CONFIG, policy=POLICIES["h2o"])
     assert compress_prompt(runtime, TEXT[:27]).transient_bytes == 0

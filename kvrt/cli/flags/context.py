@@ -85,8 +85,8 @@ class RunPolicyFlags(KeepFlags, SizeFlags):
         "what stays when the context is full: context_shift (the default) drops half of what "
         "--keep leaves, attention_sinks keeps --n_sink first and --n_window last tokens, none ends "
         "there; h2o, snapkv, tova, expected_attention and the others keep --policy_budget tokens a "
-        "kv head by score, from the beginning on (kvzip when the prompt was read, twice: two to "
-        "three times the work)",
+        "kv head by score, from the beginning on (kvzip once the prompt was read twice, in several "
+        "times the time)",
         "NAME",
     )
 
