@@ -43,6 +43,7 @@ def test_what_does_not_fit_is_one_line(go, flags, message):
     assert message in done.err
 
 
+@pytest.mark.slow
 def test_a_budget_is_tokens_a_part_or_bytes(go):
     found = []
     for budget in ("56", "12.5%", "64KiB", "128KiB"):

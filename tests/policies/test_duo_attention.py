@@ -43,6 +43,7 @@ def test_each_head_keeps_and_gives_what_its_list_does(parts):
     assert N_KV == 2 and len(kept[0]) > len(kept[1])
 
 
+@pytest.mark.slow
 def test_a_model_without_streaming_heads_is_plain_attention():
     duo = DuoAttention(streaming=(), **{**SIZES, "budget": 64})
     found = logits(Runtime(ToyLm(), CONFIG, policy=duo), TEXT, [40, 20])
