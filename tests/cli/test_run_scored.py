@@ -85,3 +85,19 @@ def test_a_prompt_is_compressed_once(go, long_prompt):
     assert done.code == 0 and "SnapKV keeps all of it, for it fits the slots" in done.err
     done = go("--compress", "-n", 1)
     assert done.code == 2 and "add --policy snapkv" in done.err
+
+
+def test_heads_that_stream_are_named_and_a_session_says_them(go, long_prompt, tmp_path):
+    size = ("--policy_budget", "40", "--policy_interval", "34", "--n_stream", "38")
+    path = tmp_path / "kept.kv"
+    flags = (*long_prompt, "-n", 3, "--ignore_eos", "--dtype", "f32", "--session", path)
+    done = go(*flags, "--policy", "duo_attention", *size, prompt=False)
+    assert done.code == 2 and "add --streaming_heads FILE" in done.err
+    done = go(*flags, "--streaming_heads", "[[0]]", prompt=False)
+    assert done.code == 2 and "add --policy duo_attention" in done.err
+    said = "DuoAttention keeps 40 tokens a kv head, 73 at most, and 1 heads that stream 38"
+    heads = ("--policy", "duo_attention", "--streaming_heads", "[[0]]")
+    done = go(*flags, *heads, *size, prompt=False)
+    assert done.code == 0 and said in done.err, done.err
+    again = go("-n", 3, "--dtype", "f32", "--session", path, prompt=False)
+    assert again.code == 0 and said in again.err, again.err

@@ -15,6 +15,7 @@ from kvrt.config import CacheConfig
 from kvrt.errors import BadConfig, UsageError
 from kvrt.kv_types import head_bytes
 from kvrt.policies import SCORED, AnyPolicy, AttentionSinks, ContextShift, Policy, ScoredPolicy
+from kvrt.policies.scored.duo_attention import DuoAttention, read_streaming
 from kvrt.sizes import extent, types_of
 from kvrt_models.spec import DecoderSpec
 from kvrt_models.tokenizer.encode import Tokenizer
@@ -137,8 +138,13 @@ def by_score(options: EvalFlags | BatchOptions, spec: DecoderSpec, n_ctx: int) -
         n = _part_of(text, n_ctx)
     else:
         n = _in_bytes(parse_size("--policy_budget", text), spec, options) - interval
+    sizes = {"budget": n, "interval": interval, **more}
     try:
-        return SCORED[name](budget=n, interval=interval, **more)
+        if name != "duo_attention":
+            return SCORED[name](**sizes)
+        assert options.streaming_heads is not None, "checked with the flags"
+        streaming = read_streaming(options.streaming_heads)
+        return DuoAttention(streaming=streaming, n_stream=options.n_stream, **sizes)
     except BadConfig as error:
         raise BadConfig(f"--policy {name} --policy_budget {text}: {error}") from error
 
