@@ -2,6 +2,8 @@
 
 import pytest
 
+from kvrt.cli.process.interrupt import Interrupt, Interrupted
+
 FLAGS = ("--policy", "h2o", "--policy_budget", "24", "--policy_interval", "8")
 LONG = ("-n", 60, "--ignore_eos", "--dtype", "f32", "--temp", 0)
 
@@ -101,3 +103,20 @@ def test_heads_that_stream_are_named_and_a_session_says_them(go, long_prompt, tm
     assert done.code == 0 and said in done.err, done.err
     again = go("-n", 3, "--dtype", "f32", "--session", path, prompt=False)
     assert again.code == 0 and said in again.err, again.err
+
+
+def test_ctrl_c_ends_a_compression_and_leaves_no_session(go, long_prompt, tmp_path, monkeypatch):
+    n_asked, path = [], tmp_path / "kept.kv"
+
+    def check(self):
+        n_asked.append(1)
+        if len(n_asked) == 3:  # before the first step, behind it, behind the second
+            self.asked = True
+            raise Interrupted
+
+    monkeypatch.setattr(Interrupt, "check", check)
+    size = ("--policy", "h2o", "--compress", "--policy_budget", "40", "--policy_interval", "8")
+    flags = (*long_prompt, *size, "--n_ubatch", 16, "--dtype", "f32", "--session", path)
+    done = go(*flags, prompt=False)
+    assert done.code == 130 and done.out == b"" and len(n_asked) == 3, done.err
+    assert not path.exists() and "0 of 60 tokens" in done.err, done.err
