@@ -7,6 +7,7 @@ from machine import CacheMachine, runtime
 from machine_blocks import BlockMachine
 
 from kvrt import MaskSpec
+from tests.marks import slow
 
 
 def histories(n):
@@ -16,10 +17,6 @@ def histories(n):
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("mode", ["write", slow("read")])

@@ -1,5 +1,7 @@
 """A tiny random YOCO of `kvrt_models`, and the same in NumPy, which hands keys and values on.
 
+Pairs of channels and how far they turn are those of the published code (unilm, YOCO).
+
 The oracle knows no layer but those of the paper: windowed ones, one projection of what they give,
 and layers that attend to that projection's keys and values of all tokens before.
 """
@@ -57,7 +59,7 @@ def decoder():
 
 def rotated(x, pos):
     """x [T, H, D] rotated to pos [T], in pairs (2i, 2i + 1)."""
-    angle = np.multiply.outer(np.asarray(pos), BASE ** (-2 * np.arange(D // 2) / D))[:, None]
+    angle = np.multiply.outer(np.asarray(pos), BASE ** -np.linspace(0, 1, D // 2))[:, None]
     a, b, c, s = x[..., ::2], x[..., 1::2], np.cos(angle), np.sin(angle)
     return np.stack([a * c - b * s, a * s + b * c], -1).reshape(x.shape)
 

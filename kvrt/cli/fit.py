@@ -13,10 +13,15 @@ from kvrt.cli.report.size import show_size
 from kvrt.cli.report.tables import table
 from kvrt.cli.setup.config import cache_config
 from kvrt.cli.setup.model import with_window_sinks
+from kvrt.cli.setup.policy import layers_of_spec, policy_of_batch
 from kvrt.config import MAX_POS, CacheConfig
+from kvrt.policies import by_position
 from kvrt.program import estimate
 from kvrt.program.estimate import Estimate, Part
+from kvrt.serving.scheduling.step_plan import Rules
+from kvrt.serving.sizing.pool_sizes import engine_plan
 from kvrt_models import load
+from kvrt_models.spec import DecoderSpec
 
 
 def execute(options: FitOptions) -> int:
@@ -33,13 +38,35 @@ def execute(options: FitOptions) -> int:
     config = cache_config(options, spec.n_ctx_train)
     given = options.max_bytes()
     budget = startup.available_bytes() if given is None else given
-    how = estimate.of_blocks if options.mode == "paged" else estimate.of_cells
-    fit = Fit(described, config, budget, how)
+    fit = Fit(described, config, budget, functools.partial(_estimated, options, spec))
     pages = None
     if options.unified:
-        pages = Fit(described, config, budget, estimate.of_pages)
+        how = functools.partial(estimate.of_pages, spec.groups, spec.recurrent)
+        pages = Fit(described, config, budget, how)
     output.write_text(_json(fit, pages) if options.json else _text(fit, pages, given is None))
     return 0 if fit.left >= 0 else 1
+
+
+def _estimated(options: FitOptions, spec: DecoderSpec, config: CacheConfig) -> Estimate:
+    """What a cache takes with the policy of the flags; raises BadConfig."""
+    policy = policy_of_batch(dataclasses.replace(options, n_ctx=config.n_ctx), spec)
+    layers, drops = layers_of_spec(spec, config, policy), by_position(policy)
+    kept = layers.groups, layers.recurrent, layers.config
+    if options.mode == "paged":
+        rules = Rules(n_batch=config.n_ubatch, n_ctx_seq=config.n_ctx // config.n_seq_max)
+        found = estimate.of_blocks(*kept, plan=engine_plan(*kept, rules, drops))
+    else:
+        found = estimate.of_cells(*kept, n_pinned=drops.n_keep if drops else 0)
+    if not layers.scored or spec.recurrent is not None:
+        return found
+    # What is kept by score is a state to the cache, and keys and values to a reader.
+    slots = layers.scored[0].slots[0]
+    said = {"kind": "by score", "types": f"{slots.type_k}/{slots.type_v}"}
+    parts = (
+        dataclasses.replace(part, **said) if part.kind == "recurrent" else part
+        for part in found.parts
+    )
+    return dataclasses.replace(found, parts=tuple(parts))
 
 
 class Fit:
@@ -58,12 +85,11 @@ class Fit:
         model: load.Described,
         config: CacheConfig,
         budget: float,
-        how: Callable[..., Estimate],
+        how: Callable[[CacheConfig], Estimate],
     ):
-        """Estimates the cache; `how` takes groups, recurrent layers and config."""
-        self.model, self.config, self.budget = model, config, budget
-        self.how = functools.partial(how, model.spec.groups, model.spec.recurrent)
-        self.cache = self.how(config)
+        """Estimates the cache."""
+        self.model, self.config, self.budget, self.how = model, config, budget, how
+        self.cache = how(config)
 
     @property
     def n_bytes(self) -> int:
@@ -124,6 +150,8 @@ def _rows(fit: Fit) -> list[tuple[str, str, str, int]]:
     """Lines of the cache."""
     cache = fit.cache
     rows = [_row(part) for part in cache.parts]
+    if cache.policy_bytes:
+        rows.append(("windows of a policy", "", "more blocks", cache.policy_bytes))
     if cache.null_bytes:
         n = len(cache.plan.pools) if cache.plan else 0
         rows.append(("null blocks", "", _count(n, "block"), cache.null_bytes))
@@ -143,7 +171,7 @@ def _row(part: Part) -> tuple[str, str, str, int]:
     size = f" {part.size:,}" if part.size else ""
     what = f"{'states' if part.kind == 'recurrent' else 'KV'} {part.types}"
     name = what if part.kind == "recurrent" else f"{what}, {part.kind}{size}"
-    held = f"{part.n_held:,} {part.unit}"
+    held = _count(part.n_held, part.unit.removesuffix("s"))
     if part.unit == "blocks":
         held += f" of {part.block_size:,}, {_count(part.n_groups, 'group')}"
     return name, f"{part.n_layers}", held, part.n_bytes
@@ -188,7 +216,7 @@ def _longest(fit: Fit) -> str | None:
     if n == 0:
         return "longest     no token fits"
     if n == MAX_POS:
-        return "longest     any length: cells outside the window are reused"
+        return "longest     any length: what is kept does not grow with it"
     n_seq = fit.config.n_seq_max
     each = f", {n // n_seq:,} for each of {n_seq} sequences" if n_seq > 1 else ""
     return f"longest     {_count(n, 'token')} of context{each}"
@@ -225,6 +253,7 @@ def _fields(fit: Fit) -> dict[str, Any]:
     return {
         "parts": [dataclasses.asdict(part) for part in cache.parts],
         "null_bytes": cache.null_bytes,
+        "policy_bytes": cache.policy_bytes,
         "rounding_bytes": cache.rounding_bytes,
         "tail_bytes": cache.tail_bytes,
         "index_bytes": cache.index_bytes,

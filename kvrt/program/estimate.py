@@ -63,6 +63,7 @@ class Estimate:
     Attributes:
       parts: keys and values, and states, by kind of layers.
       null_bytes: the blocks that stand for "nothing here", one a pool.
+      policy_bytes: blocks of windows for what a policy keeps beside them.
       rounding_bytes: blocks that nothing is put in, because arrays come in few sizes (see
         `kvrt.sizes`); those of cells are counted with their part.
       tail_bytes: in paged mode, what is float16 of keys by channel; in cell mode it is counted with
@@ -78,6 +79,7 @@ class Estimate:
     parts: tuple[Part, ...]
     index_bytes: int
     null_bytes: int = 0
+    policy_bytes: int = 0
     rounding_bytes: int = 0
     label_bytes: int = 0
     tail_bytes: int = 0
@@ -88,8 +90,8 @@ class Estimate:
     @property
     def cache_bytes(self) -> int:
         """Bytes of all keys, values, states and labels on the device, but for checkpoints."""
-        beside = self.null_bytes + self.rounding_bytes + self.tail_bytes + self.label_bytes
-        return sum(p.n_bytes for p in self.parts) + beside
+        beside = self.null_bytes + self.policy_bytes + self.rounding_bytes
+        return sum(p.n_bytes for p in self.parts) + beside + self.tail_bytes + self.label_bytes
 
     @property
     def n_bytes(self) -> int:
@@ -143,7 +145,11 @@ def of_cells(
 
 
 def of_blocks(
-    groups: Sequence[GroupSpec], recurrent: RecurrentSpec | None, config: CacheConfig
+    groups: Sequence[GroupSpec],
+    recurrent: RecurrentSpec | None,
+    config: CacheConfig,
+    *,
+    plan: PagedPlan | None = None,
 ) -> Estimate:
     """What paged mode allocates beside its weights: a pool a storage shape.
 
@@ -152,12 +158,13 @@ def of_blocks(
       recurrent: its recurrent layers, or None.
       config: n_ctx tokens of n_seq_max sequences together, in blocks of block_size; a step adds
         n_ubatch of them at most.
+      plan: of an engine, whose pools may have more blocks than those tokens take; None has none.
 
     Raises:
       BadConfig: checkpoint_bytes are too few for one checkpoint.
     """
     layers = layer_caches(groups, recurrent, config)
-    return _of_grouping(group_layers(layers), layers, groups, config)
+    return _of_grouping(group_layers(layers), layers, groups, config, plan)
 
 
 def of_pages(
@@ -267,10 +274,12 @@ def _of_grouping(
     layers: Sequence[LayerCache],
     groups: Sequence[GroupSpec],
     config: CacheConfig,
+    wanted: PagedPlan | None = None,
 ) -> Estimate:
     n_seq, n_batch = config.n_seq_max, config.n_ubatch
-    plan = for_tokens(grouping, n_tokens=config.n_ctx, n_seq=n_seq, n_inflight=n_batch)
-    plan = with_checkpoints(plan, grouping, config)
+    least = for_tokens(grouping, n_tokens=config.n_ctx, n_seq=n_seq, n_inflight=n_batch)
+    least = with_checkpoints(least, grouping, config)
+    plan = wanted or least
     alike: dict[tuple, list[int]] = {}
     for i, group in enumerate(grouping.groups):
         alike.setdefault((group.kind, group.size, group.n_sink, group.pool), []).append(i)
@@ -279,6 +288,10 @@ def _of_grouping(
     return Estimate(
         parts=tuple(_blocks(grouping, ids, types, config, n_batch) for ids in alike.values()),
         index_bytes=_cell_bytes(arrays, config),
+        policy_bytes=sum(
+            (x.n_blocks - y.n_blocks) * x.block_bytes
+            for x, y in zip(plan.pools, least.pools, strict=True)
+        ),
         rounding_bytes=sum(
             (x.n_blocks - plan.pools[p].n_blocks) * plan.pools[p].block_bytes
             for p, x in arrays.items()

@@ -15,6 +15,7 @@ from kvrt.policies import ScoredPolicy
 from kvrt.policies.scored.kvzip import Repetition
 from kvrt.program.layout import Layout
 from kvrt.runtime.runtime import Runtime
+from kvrt.runtime.stepper import Progress
 from kvrt.session.snapshot import Snapshot, StatePart
 
 # What asks for a repetition, behind a prompt; its tokens are `ask` of `compress_prompt`.
@@ -40,7 +41,12 @@ class Compressed:
 
 
 def compress_prompt(
-    runtime: Runtime, tokens: Sequence[int], seq_id: int = 0, *, ask: Sequence[int] = ()
+    runtime: Runtime,
+    tokens: Sequence[int],
+    seq_id: int = 0,
+    *,
+    ask: Sequence[int] = (),
+    progress: Progress | None = None,
 ) -> Compressed:
     """Reads a prompt without an eviction, then keeps what the runtime's policy scores highest.
 
@@ -48,14 +54,17 @@ def compress_prompt(
     here scores are those of its end, as SnapKV has them. What follows is as after `append`. The
     programs are compiled for the prompt's length.
 
-    With `KVzip` the prompt is evaluated a second time, behind itself and what asks for that: two to
-    three times the work of a prefill, and slots for the prompt twice meanwhile.
+    With `KVzip` the prompt is evaluated a second time, behind itself and what asks for that, with
+    slots for the prompt twice meanwhile: every query of both times attends to them all, so that it
+    takes several times a prefill of the prompt.
 
     Args:
       runtime: with a policy by score; the sequence is empty.
       tokens: of the prompt.
       seq_id: the sequence.
       ask: tokens that ask for a repetition, for `KVzip`; see `REPEAT`.
+      progress: as in `Runtime.append`, of all tokens that are evaluated, each step waited for. One
+        that raises leaves nothing of the prompt, unless its tokens fit the slots as they come.
 
     Raises:
       UsageError: there is no such policy, its layers have budgets of their own, the sequence has
@@ -63,39 +72,24 @@ def compress_prompt(
 
     Source: arXiv:2404.14469, sec. 4; arXiv:2505.23416 for the repetition.
     """
-    policy = runtime.stats().scored
-    _check(policy is not None, "no layer keeps tokens by score; give the Runtime such a policy")
-    assert policy is not None, "checked"
-    _check(policy.pyramid == 1, "layers of a pyramid are full at different tokens; use append")
-    layout = runtime.programs.spec.layout
-    _check(
-        not any(spec.parts for _, spec in _specs(layout)),
-        "heads that keep different numbers of tokens are full at different ones; use append",
-    )
-    _check(
-        runtime.programs.spec.shards is None,
-        "the cache that holds the prompt meanwhile is on one device; use append, or leave mesh out",
-    )
-    _check(runtime.seq_pos_max(seq_id) < 0, f"sequence {seq_id} has tokens; clear it first")
-    _check(
-        policy.reads_whole or not ask,
-        f"{type(policy).__name__} repeats nothing; leave ask out, or use KVzip",
-    )
-    n, n_evaluated = len(tokens), len(tokens)
+    policy = _policy_of(runtime, seq_id, ask)
+    n = len(tokens)
+    n_evaluated = n + policy.reads_whole * (len(ask) + n)
     if n < policy.budget + policy.interval:
-        logits = runtime.append(tokens, seq_id)[0]
+        logits = runtime.prefill(tokens, seq_id, progress=progress)
         n_bytes = runtime.stats().cache_bytes
         return Compressed(logits=logits, n_evaluated=n, transient_bytes=0, cache_bytes=n_bytes)
+    whole = _transient(runtime, _meanwhile(policy, n, n_evaluated))
+
+    def read(tokens: Sequence[int], n_before: int) -> Float[Array, " V"]:
+        told = progress and _waiting(whole, progress, n_before, n_evaluated)
+        return whole.prefill(tokens, progress=told)
+
+    logits, found = read(tokens, 0), whole.snapshot()
     if policy.reads_whole:
-        n_evaluated += len(ask) + n
-        whole = _transient(runtime, _repetition(policy, n, n_evaluated))
-        logits = whole.append(tokens)[0]
-        found = _repeated(whole, [*ask, *tokens], n)
-    else:
-        whole = _transient(runtime, dataclasses.replace(policy, interval=n - policy.budget))
-        logits = whole.append(tokens)[0]
-        found = whole.snapshot()
-    both = whole.programs.spec.layout, layout
+        read([*ask, *tokens], n)
+        found = _judged(found, whole, n)
+    both = whole.programs.spec.layout, runtime.programs.spec.layout
     runtime.restore(_with_few_slots(found, *both, runtime), {0: seq_id})
     return Compressed(
         logits=logits,
@@ -113,17 +107,28 @@ def _transient(runtime: Runtime, policy: ScoredPolicy) -> Runtime:
     return Runtime(model, config, policy=policy, identity=runtime.identity)
 
 
-def _repetition(policy: ScoredPolicy, n: int, n_evaluated: int) -> Repetition:
-    """The policy while a prompt of n tokens is repeated, with a slot for each and one more."""
+def _meanwhile(policy: ScoredPolicy, n: int, n_evaluated: int) -> ScoredPolicy:
+    """The policy of the runtime that holds a whole prompt of n tokens: nothing has to go there."""
+    if not policy.reads_whole:
+        return dataclasses.replace(policy, interval=n - policy.budget)
+    # A slot for each of both times, and one more.
     budget, n_sink = policy.budget, policy.n_sink
     interval = n_evaluated + 1 - budget
     return Repetition(budget=budget, n_sink=n_sink, n_recent=1, interval=interval, n_prompt=n)
 
 
-def _repeated(whole: Runtime, tokens: Sequence[int], n: int) -> Snapshot:
-    """The prompt of n tokens in slots, of which stay those that its repetition attends to."""
-    before = whole.snapshot()
-    whole.append(tokens)
+def _waiting(whole: Runtime, progress: Progress, n_before: int, n_all: int) -> Progress:
+    """Tells of the steps of one time among all tokens, each when the device has done it."""
+
+    def step(done: int, total: int) -> None:
+        jax.block_until_ready(whole.cache.states)
+        progress(n_before + done, n_all)
+
+    return step
+
+
+def _judged(before: Snapshot, whole: Runtime, n: int) -> Snapshot:
+    """The prompt of n tokens in slots, of which stay those that its repetition attended to."""
     after, layout = whole.snapshot(), whole.programs.spec.layout
     assert before.states is not None and after.states is not None, "slots are states"
     assert layout.recurrent is not None, "slots are states"
@@ -173,6 +178,32 @@ def _fewer(spec: SlotSpec, arrays: tuple, n_slots: int) -> tuple:
 def _one(spec: SlotSpec, arrays: tuple) -> HeadSlots:
     """The slots of one state."""
     return slots_of(spec, tuple(np.asarray(x).reshape(x.shape[1:]) for x in arrays))
+
+
+def _policy_of(runtime: Runtime, seq_id: int, ask: Sequence[int]) -> ScoredPolicy:
+    """The policy by score that a prompt is compressed by.
+
+    Raises:
+      UsageError: as `compress_prompt` says.
+    """
+    policy = runtime.stats().scored
+    _check(policy is not None, "no layer keeps tokens by score; give the Runtime such a policy")
+    assert policy is not None, "checked"
+    _check(policy.pyramid == 1, "layers of a pyramid are full at different tokens; use append")
+    _check(
+        not any(spec.parts for _, spec in _specs(runtime.programs.spec.layout)),
+        "heads that keep different numbers of tokens are full at different ones; use append",
+    )
+    _check(
+        runtime.programs.spec.shards is None,
+        "the cache that holds the prompt meanwhile is on one device; use append, or leave mesh out",
+    )
+    _check(runtime.seq_pos_max(seq_id) < 0, f"sequence {seq_id} has tokens; clear it first")
+    _check(
+        policy.reads_whole or not ask,
+        f"{type(policy).__name__} repeats nothing; leave ask out, or use KVzip",
+    )
+    return policy
 
 
 def _check(ok: bool, message: str) -> None:

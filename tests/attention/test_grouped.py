@@ -7,15 +7,12 @@ from toys import RowModel, allclose, tables
 
 from kvrt import CacheConfig, GroupSpec, MaskSpec, RopeSpec, Runtime, SelfExtend
 from kvrt.errors import BadConfig
+from tests.marks import slow
 
 N_VOCAB, D = 32, 8
 ROPE = RopeSpec(n_rot=D, base=1e4)
 GROUP = GroupSpec(layers=(0,), n_kv_heads=2, head_dim=D, rope=ROPE)
 TOKENS = [(7 * i + i // 5) % N_VOCAB for i in range(40)]
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def by_hand(model, tokens, n, w):

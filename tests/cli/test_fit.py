@@ -13,6 +13,11 @@ from kvrt import CacheConfig, Runtime
 from kvrt.cli.main import main
 from kvrt.cli.process import startup
 from kvrt.cli.report.size import show_size
+from kvrt.policies import AttentionSinks
+from kvrt.policies.scored import SnapKV
+from kvrt.serving.config import EngineConfig
+from kvrt.serving.engine import Engine
+from kvrt.serving.scheduling.step_plan import Rules
 from kvrt_models import load
 
 
@@ -27,9 +32,9 @@ def said(done, code=0):
     return json.loads(done.out)
 
 
-def allocated(path, config, dtype):
+def allocated(path, config, dtype, policy=None):
     """Bytes of everything that a runtime of this model holds."""
-    runtime = Runtime(load.load(path, dtype=dtype).decoder, config)
+    runtime = Runtime(load.load(path, dtype=dtype).decoder, config, policy=policy)
     cells = [jax.tree.leaves(runtime.cache.cells), jax.tree.leaves(runtime.group_cells)]
     weights = sum(x.nbytes for x in runtime.programs.params)
     return weights + runtime.stats().cache_bytes + sum(x.nbytes for part in cells for x in part)
@@ -78,6 +83,41 @@ def test_checkpoints_are_counted(kvrt, tmp_path, mode):
     one = four["checkpoint_bytes"] // 8
     two = said(kvrt(*given, "--json", *kept, "--checkpoint_bytes", 2 * one))
     assert two["checkpoint_bytes"] == 2 * one
+
+
+@pytest.mark.parametrize("mode", ["cell", "paged"])
+def test_what_a_policy_by_score_keeps_does_not_grow(fit, tiny, mode):
+    words = ("--mode", mode, "--policy", "snapkv", "--policy_budget", 96, "--dtype", "f32")
+    found, longer = (said(fit("--json", *words, "-c", n)) for n in (256, 4096))
+    (part,) = found["parts"]
+    assert (part["kind"], part["types"], part["n_layers"]) == ("by score", "f16/f16", 1)
+    assert part == longer["parts"][0]
+    text = fit(*words, "-c", 256, "--budget", "1GB").out.decode()
+    assert "KV f16/f16, by score" in text and "any length: what is kept" in text
+    if mode == "cell":
+        config = CacheConfig(n_ctx=256, type_k="f16", type_v="f16")
+        policy = SnapKV(budget=96, interval=64)
+        assert found["n_bytes"] == allocated(tiny, config, "f32", policy)
+
+
+def test_windows_of_a_policy_are_counted_in_blocks(kvrt, tmp_path):
+    path = tmp_path / "tiny.gguf"
+    tiny_gguf.write_gguf(path, tiny_gguf.TinyModel(arch="gemma2", n_layers=2))
+    words = ["fit", "-m", path, "-c", 3000, "--mode", "paged", "--budget", "1GB", "--dtype", "f32"]
+    words += ["--n_seq_max", 2]
+    policy = ["--policy", "attention_sinks", "--n_sink", 64]
+    none, some = (said(kvrt(*words, "--json", *x)) for x in ([], policy))
+    assert none["policy_bytes"] == 0 < some["policy_bytes"]
+    more = {k: some[k] - none[k] for k in ("policy_bytes", "rounding_bytes", "index_bytes")}
+    assert some["n_bytes"] == none["n_bytes"] + sum(more.values())
+    assert "windows of a policy" in kvrt(*words, *policy).out.decode()
+    # As an engine makes it.
+    model = load.load(path, dtype="f32").decoder
+    rules = Rules(n_batch=512, n_ctx_seq=1500)
+    config = CacheConfig(n_ctx=3000, n_seq_max=2, type_k="f16", type_v="f16", block_size=16)
+    sinks = AttentionSinks(n_sink=64, n_window=1500 - 64)
+    engine = Engine(model, config, EngineConfig(mode="paged", rules=rules), policy=sinks)
+    assert engine.stats().cache_bytes == some["cache_bytes"]
 
 
 def test_a_table(fit):

@@ -48,6 +48,8 @@ SAMPLE = {
     "n_drop": "3",
     "policy_budget": "25%",
     "policy_interval": "32",
+    "streaming_heads": "heads.json",
+    "n_stream": "64",
     "select": "quest",
     "select_cells": "512",
     "select_sink": "2",
@@ -74,6 +76,8 @@ NEEDS = {name: MEETING for name in ("coordinator", "n_processes", "process_id")}
 NEEDS["seq"] = {"session": "a.kv"}
 NEEDS["n_draft"] = {"draft": "ngram"}
 NEEDS["compress"] = {"policy": "snapkv"}
+BY_HEAD = {"policy": "duo_attention", "streaming_heads": "heads.json"}
+NEEDS |= {"streaming_heads": BY_HEAD, "n_stream": BY_HEAD}
 NEEDS |= {f"select_{x}": {"select": "quest"} for x in ("cells", "sink", "recent", "dense")}
 BY_CHANNEL = {"select": "double_sparsity", "select_channels": "channels.npz"}
 NEEDS |= {f"select_{x}": BY_CHANNEL for x in ("channels", "labels", "by_cell")}

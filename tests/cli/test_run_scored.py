@@ -2,6 +2,8 @@
 
 import pytest
 
+from kvrt.cli.process.interrupt import Interrupt, Interrupted
+
 FLAGS = ("--policy", "h2o", "--policy_budget", "24", "--policy_interval", "8")
 LONG = ("-n", 60, "--ignore_eos", "--dtype", "f32", "--temp", 0)
 
@@ -43,6 +45,7 @@ def test_what_does_not_fit_is_one_line(go, flags, message):
     assert message in done.err
 
 
+@pytest.mark.slow
 def test_a_budget_is_tokens_a_part_or_bytes(go):
     found = []
     for budget in ("56", "12.5%", "64KiB", "128KiB"):
@@ -70,7 +73,7 @@ def test_kvzip_says_what_its_repetition_takes(go, long_prompt, tmp_path):
     assert done.code == 0, done.err
     said = [x for x in done.err.splitlines() if x.startswith("KVzip")]
     assert said[0].startswith("KVzip has the prompt repeated: ") and len(said) == 2
-    assert said[0].endswith("are evaluated for its 60, two to three times a prefill")
+    assert " for its 60, each time beside all of them: several times a prefill" in said[0]
     assert said[1].startswith("KVzip keeps 40 tokens a kv head; ")
     again = go("-n", 3, "--dtype", "f32", "--session", path, prompt=False)
     assert again.code == 0 and "KVzip keeps 40 tokens a kv head, 43 at most" in again.err
@@ -84,3 +87,36 @@ def test_a_prompt_is_compressed_once(go, long_prompt):
     assert done.code == 0 and "SnapKV keeps all of it, for it fits the slots" in done.err
     done = go("--compress", "-n", 1)
     assert done.code == 2 and "add --policy snapkv" in done.err
+
+
+def test_heads_that_stream_are_named_and_a_session_says_them(go, long_prompt, tmp_path):
+    size = ("--policy_budget", "40", "--policy_interval", "34", "--n_stream", "38")
+    path = tmp_path / "kept.kv"
+    flags = (*long_prompt, "-n", 3, "--ignore_eos", "--dtype", "f32", "--session", path)
+    done = go(*flags, "--policy", "duo_attention", *size, prompt=False)
+    assert done.code == 2 and "add --streaming_heads FILE" in done.err
+    done = go(*flags, "--streaming_heads", "[[0]]", prompt=False)
+    assert done.code == 2 and "add --policy duo_attention" in done.err
+    said = "DuoAttention keeps 40 tokens a kv head, 73 at most, and 1 heads that stream 38"
+    heads = ("--policy", "duo_attention", "--streaming_heads", "[[0]]")
+    done = go(*flags, *heads, *size, prompt=False)
+    assert done.code == 0 and said in done.err, done.err
+    again = go("-n", 3, "--dtype", "f32", "--session", path, prompt=False)
+    assert again.code == 0 and said in again.err, again.err
+
+
+def test_ctrl_c_ends_a_compression_and_leaves_no_session(go, long_prompt, tmp_path, monkeypatch):
+    n_asked, path = [], tmp_path / "kept.kv"
+
+    def check(self):
+        n_asked.append(1)
+        if len(n_asked) == 3:  # before the first step, behind it, behind the second
+            self.asked = True
+            raise Interrupted
+
+    monkeypatch.setattr(Interrupt, "check", check)
+    size = ("--policy", "h2o", "--compress", "--policy_budget", "40", "--policy_interval", "8")
+    flags = (*long_prompt, *size, "--n_ubatch", 16, "--dtype", "f32", "--session", path)
+    done = go(*flags, prompt=False)
+    assert done.code == 130 and done.out == b"" and len(n_asked) == 3, done.err
+    assert not path.exists() and "0 of 60 tokens" in done.err, done.err

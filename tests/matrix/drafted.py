@@ -29,6 +29,10 @@ DRAFTED = (
     Cell("attention_sinks", "engine_cells", decode="fork", speculation="wrong"),
     Cell("context_shift", "engine_paged", layers="sink_window", speculation="wrong"),
 )
+ON_MESH = (
+    Cell(layers="full+recurrent", devices="mesh", speculation="wrong"),
+    Cell(where="engine_paged", dtype="int8", devices="mesh", speculation="wrong"),
+)
 # By what is said when the object is made, a cell that is refused.
 NOT_DRAFTED = {
     "share scales by tokens: a group is quantized between two tokens": Cell(

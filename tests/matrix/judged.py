@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tests.matrix import covering, history
 from tests.matrix.axes import RULES, Cell, Rule
+from tests.matrix.drafted import ON_MESH
 from tests.matrix.history import Outcome
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +38,7 @@ def outcome(cell: Cell) -> Outcome:
     """How a cell ends; those of a mesh many at once, elsewhere."""
     if cell.devices != "mesh":
         return history.outcome(cell)
-    return _of_mesh(is_free=cell in covering.pairs())[str(cell)]
+    return _of_mesh(is_free=cell in (*covering.pairs(), *ON_MESH))[str(cell)]
 
 
 @functools.cache
@@ -47,7 +48,7 @@ def _of_mesh(*, is_free: bool) -> dict[str, Outcome]:
     They are tests of two files, which two processes of pytest may run.
     """
     ruled = [c for r in RULES for c in covering.witnesses(r)]
-    cells = covering.pairs() if is_free else ruled
+    cells = (*covering.pairs(), *ON_MESH) if is_free else ruled
     names = [str(c) for c in cells if c.devices == "mesh"]
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
     done = subprocess.run(

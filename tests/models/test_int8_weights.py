@@ -26,12 +26,9 @@ from kvrt_models.weights.int8_weights import Watch
 sys.path.append(str(Path(__file__).parents[1] / "peer"))
 import tiny_gguf
 
+from tests.marks import slow
+
 MODEL = tiny_gguf.TinyModel(n_layers=1)
-
-
-def slow(*values):
-    """A case that the default suite has no time for."""
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 DOWN = "blk.0.ffn_down.weight"

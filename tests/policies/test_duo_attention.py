@@ -10,6 +10,7 @@ from kvrt.attention.scored.layers import by_kind
 from kvrt.attention.scored.split import divided_recurrence, positions_kept
 from kvrt.errors import BadConfig
 from kvrt.policies.scored import DuoAttention
+from kvrt.policies.scored.duo_attention import read_streaming
 from tests.policies.plainscored import PlainLayer
 from tests.policies.test_scored import CONFIG, GROUP, N_KV, N_TOKENS, TEXT, logits, tokens
 from tests.toys import ToyLm
@@ -43,6 +44,7 @@ def test_each_head_keeps_and_gives_what_its_list_does(parts):
     assert N_KV == 2 and len(kept[0]) > len(kept[1])
 
 
+@pytest.mark.slow
 def test_a_model_without_streaming_heads_is_plain_attention():
     duo = DuoAttention(streaming=(), **{**SIZES, "budget": 64})
     found = logits(Runtime(ToyLm(), CONFIG, policy=duo), TEXT, [40, 20])
@@ -85,3 +87,19 @@ def test_heads_of_another_model_are_refused_at_construction():
     duo = DuoAttention(streaming=((5,),), **SIZES)
     with pytest.raises(BadConfig, match="head 5 of layer 0 is to stream, which has 2 kv heads"):
         Runtime(ToyLm(), CONFIG, policy=duo)
+
+
+def test_heads_are_read_from_a_file_or_as_they_are(tmp_path):
+    path = tmp_path / "heads.json"
+    path.write_text('{"streaming": [[1], [0, 2]], "others": [[0], [1]]}')
+    assert read_streaming(str(path)) == read_streaming("[[1],[0,2]]") == ((1,), (0, 2))
+    path.write_text('{"others": [[0]]}')
+    for text, says in (
+        (str(path), "has no streaming heads; make one"),
+        ("[[1.5]]", "has no streaming heads"),
+        ("[[1]", "name a file of streaming heads"),
+        (str(tmp_path / "nowhere"), "name a file of streaming heads"),
+    ):
+        with pytest.raises(BadConfig, match=says) as found:
+            read_streaming(text)
+        assert "\n" not in str(found.value)

@@ -42,7 +42,10 @@ def stays(scores, policy):
 def test_it_keeps_what_the_repetition_attends_to():
     model = RowModel()
     runtime = Runtime(model, CONFIG, policy=POLICY)
-    found = compress_prompt(runtime, PROMPT, ask=ASK)
+    done = []
+    found = compress_prompt(runtime, PROMPT, ask=ASK, progress=lambda *n: done.append(n))
+    n_all = 2 * N + len(ASK)
+    assert done[-1] == (n_all, n_all) and (N, n_all) in done and sorted(done) == done
     kept = [x.tolist() for x in runtime.kept_positions()[0]]
     assert kept == stays(greatest(model, PROMPT + ASK + PROMPT, N), POLICY)
     assert kept != stays(greatest(model, PROMPT + ASK + PROMPT[::-1], N), POLICY), "a control"

@@ -21,6 +21,7 @@ from kvrt import (
 from kvrt.attention.scored.attend import SlotSpec, empty_slots, recurrence, slots_of
 from kvrt.errors import BadConfig
 from kvrt.policies.scored import H2O, SCORED, ScoredPolicy, SnapKV
+from tests.marks import first_fast
 from tests.policies.plainscored import PlainLayer, rotation
 from tests.sharedlm import CLA2, SharedLm
 from tests.toys import HybridLm, ToyLm
@@ -83,7 +84,7 @@ def test_tokens_kept_and_outputs_are_those_of_the_lists(name, settings):
     assert {len(x) for x in plain.heads} == {20 + (N_TOKENS - 28) % 8}
 
 
-@pytest.mark.parametrize("name", SCORED)
+@pytest.mark.parametrize("name", first_fast(SCORED))
 @pytest.mark.parametrize("parts", [[100], [33, 1, 40, 26], [7] * 14 + [2]], ids=str)
 def test_how_steps_divide_the_tokens_changes_nothing(name, parts):
     rows, spec = tokens(2), spec_of(SCORED[name](**SIZES, **SETTINGS.get(name, {})))
@@ -133,7 +134,7 @@ def logits(runtime, text, parts, seq_id=0):
     return np.concatenate(found)
 
 
-@pytest.mark.parametrize("name", SCORED)
+@pytest.mark.parametrize("name", first_fast(SCORED))
 def test_with_room_for_all_it_is_plain_attention(name):
     model = ToyLm()
     policy = SCORED[name](budget=60, interval=8, n_sink=2, n_recent=8, **SETTINGS.get(name, {}))
@@ -195,6 +196,7 @@ def test_other_layers_keep_their_own_rule(kind):
     )
 
 
+@pytest.mark.slow
 def test_what_was_read_is_cut_back_to_a_kept_state():
     config = dataclasses.replace(CONFIG, n_rs_seq=4, n_checkpoints=4, checkpoint_interval=32)
     runtime = Runtime(ToyLm(), config, policy=H2O(budget=20, interval=8))
@@ -207,6 +209,7 @@ def test_what_was_read_is_cut_back_to_a_kept_state():
         )
 
 
+@pytest.mark.slow
 def test_drafts_that_are_refused_leave_no_score():
     model, policy = ToyLm(), H2O(budget=20, interval=8)
     texts = []

@@ -15,6 +15,7 @@ from kvrt import CacheConfig, ContextShift, MaskSpec, Runtime
 from kvrt.errors import BadConfig, CannotRewind
 from kvrt.program.estimate import of_cells
 from kvrt.reuse.plan import operations, plan_reuse
+from tests.marks import slow
 
 WINDOW, CHUNKS = MaskSpec(kind="window", size=12), MaskSpec(kind="chunked", size=16)
 TEXT = [(7 * i + i // 5) % 32 for i in range(150)]
@@ -27,10 +28,6 @@ MODELS = {
     "recurrent alone": lambda: HybridLm(attention=False),
     "delta": DeltaLm,
 }
-
-
-def slow(name):
-    return pytest.param(name, marks=pytest.mark.slow)
 
 
 every_model = pytest.mark.parametrize("name", MODELS)

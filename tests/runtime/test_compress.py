@@ -9,6 +9,7 @@ from kvrt import CacheConfig, MaskSpec, Runtime
 from kvrt.errors import UsageError
 from kvrt.policies.scored import H2O, SnapKV
 from kvrt.runtime.compress import compress_prompt
+from tests.marks import first_fast
 from tests.toys import ToyLm
 
 CONFIG = CacheConfig(n_ctx=128, n_ubatch=32, n_seq_max=2, block_size=16)
@@ -20,7 +21,7 @@ POLICIES = {
 WINDOW = [MaskSpec(), MaskSpec(kind="window", size=8)]
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", first_fast(POLICIES))
 def test_it_keeps_what_one_eviction_at_the_end_keeps(name):
     """The reference has slots for the whole prompt, and goes on in them."""
     policy, model = POLICIES[name], ToyLm(masks=WINDOW if name == "snapkv" else None)
@@ -50,6 +51,21 @@ def test_what_it_takes_at_its_peak_and_what_stays():
     # 100 slots of one sequence, and 28 of each of two; 4 bytes of either say how many are taken.
     one = (found.transient_bytes - 8) / 100
     assert found.cache_bytes == 2 * (28 * one + 8)
+
+
+def test_a_progress_that_raises_leaves_nothing_of_the_prompt():
+    runtime, done = Runtime(ToyLm(), CONFIG, policy=POLICIES["h2o"]), []
+
+    def stop(*n):
+        done.append(n)
+        if len(done) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compress_prompt(runtime, TEXT, 1, progress=stop)
+    assert done == [(32, 100), (64, 100)] and runtime.seq_pos_max(1) < 0
+    compress_prompt(runtime, TEXT, 1)
+    assert runtime.seq_pos_max(1) == 99
 
 
 def test_a_prompt_that_fits_is_only_read():

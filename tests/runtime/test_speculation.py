@@ -25,6 +25,7 @@ from kvrt.cells.cells import owned
 from kvrt.errors import BadConfig, BadToken, CacheFull
 from kvrt.store.kv import read_kv
 from tests.latentlm import LatentLm
+from tests.marks import first_fast
 from tests.sharedlm import CLA2, SharedLm
 
 N_VOCAB, N_DRAFT, PROMPT = 32, 5, [3, 1, 4, 1, 5, 9, 2, 6]
@@ -152,7 +153,7 @@ def test_text_and_cache_are_those_of_plain_decoding(kind):
     ]
 
 
-@pytest.mark.parametrize("dtype", ["f16", "int8", "int4"])
+@pytest.mark.parametrize("dtype", first_fast(["int8", "f16", "int4"]))
 def test_quantized_keys_are_those_of_plain_decoding(dtype):
     """Tokens of a round see each other in the KV dtype, as single steps do."""
     tolerance = {"f16": 2e-3, "int8": 0.05, "int4": 0.5}[dtype]
@@ -202,7 +203,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", first_fast(POLICIES))
 def test_policies_cut_rounds_and_change_no_text(name):
     kind = {"checkpoints": "window", "states": "hybrid"}.get(name, "full")
     plain, drafted = build(kind, **POLICIES[name]), build(kind, **POLICIES[name])
@@ -303,6 +304,7 @@ class Fixed(nnx.Module):
         return x[out_ids]
 
 
+@pytest.mark.slow
 def test_pairs_of_tokens_are_distributed_as_the_model_says():
     """Chi-square of pairs behind one that was certain, accepted and refused drafts together."""
     toy, n = Fixed(), 2000

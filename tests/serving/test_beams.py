@@ -9,6 +9,7 @@ from kvrt import Sampling, SelfExtend
 from kvrt.errors import BadRequest
 from kvrt.policies import AttentionSinks, ContextShift
 from kvrt.serving.scheduling.step_plan import Rules
+from tests.marks import slow
 from tests.serving.engines import KINDS, N_BATCH, N_ROWS, alone, ask, make, runtime
 from tests.serving.plainbeams import beam_search
 from tests.serving.soundcells import assert_sound
@@ -19,10 +20,6 @@ WARM = Sampling(temp=0.9, top_k=8, seed=7)
 
 def prompt(n, seed=0):
     return np.random.default_rng(seed).integers(0, 32, n).tolist()
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def brute_force(kind, request, n_ctx=128, extend=None):

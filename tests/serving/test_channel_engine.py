@@ -60,6 +60,7 @@ def test_others_come_and_go_within_a_run():
         at.compare(name)
 
 
+@pytest.mark.slow
 def test_what_is_preempted_and_admitted_again_goes_on_as_it_was():
     at = Requests(96, n_seq=2)
     at.ask("a", drawn(0, 40), 50)
@@ -70,6 +71,7 @@ def test_what_is_preempted_and_admitted_again_goes_on_as_it_was():
     at.compare("b")
 
 
+@pytest.mark.slow
 def test_a_hit_within_a_block_ends_between_two_runs():
     """In a copy of a block which another request is still writing, beyond the hit."""
     at = Requests(384, block=96, hash_block_size=32)

@@ -5,7 +5,7 @@ import pytest
 
 from kvrt import Sampling
 from kvrt.errors import BadRequest
-from tests.serving.engines import KINDS, alone, ask, drawn, engine, run
+from tests.serving.engines import KINDS, alone, ask, drawn, engine, make, run
 
 SOME = [k if k == "full" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
 
@@ -39,3 +39,15 @@ def test_a_cancelled_sample_leaves_the_others():
             got.setdefault(out.sample, []).append(out.finish_reason)
     assert got[1] == ["cancelled"]
     assert [got[i][-1] for i in (0, 2)] == ["length", "length"]
+
+
+def test_a_copy_that_was_planned_for_a_cancelled_request_holds_no_block():
+    """Of states that end within a block; what held them was another request's next step."""
+    at = make("recurrent", fine=2)
+    run(at, [ask("a", [1, 2, 3, 4, 5, 6])])
+    at.add_request(ask("a", [1, 2, 3, 4, 5, 6]))
+    at.step()
+    at.cancel("a")
+    while at.has_work:
+        at.step()
+    assert [pool.n_free for pool in at.space.pools] == [p.n_blocks - 1 for p in at.space.pools]

@@ -93,6 +93,7 @@ def test_text_is_that_without_drafts(kind, mode, monkeypatch):
     assert stats.n_steps < both[1].stats().n_steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_a_small_pool_preempts_and_changes_no_text(mode, monkeypatch):
     never_backs_off(monkeypatch)
@@ -105,6 +106,7 @@ def test_a_small_pool_preempts_and_changes_no_text(mode, monkeypatch):
     assert stats.sequences["preempted"] > 0 < stats.drafts["accepted"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "mode"),
     [
@@ -223,6 +225,7 @@ def test_quantized_keys_are_those_of_single_steps(mode, dtype, monkeypatch):
     assert both[0].stats().drafts["accepted"] > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_policies_cut_rounds_and_change_no_text(mode, monkeypatch):
     never_backs_off(monkeypatch)

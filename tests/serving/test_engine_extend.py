@@ -12,6 +12,7 @@ from kvrt.policies import ContextShift
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.scheduling.step_plan import Rules
+from tests.marks import slow
 from tests.serving.engines import MODELS, N_BATCH, N_ROWS, B, ask, drawn, served
 
 CACHE = SelfExtend(ga_n=2, ga_w=12)
@@ -19,13 +20,9 @@ PAPER = SelfExtend(ga_n=3, ga_w=7, kind="paper")
 WIDE = SelfExtend(ga_n=4, ga_w=32)
 
 
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 KINDS = [  # of the default suite one a kind
     (CACHE, "write", "paged"),
-    (PAPER, "read", "cell"),
+    slow(PAPER, "read", "cell"),
     slow(CACHE, "write", "cell"),
     slow(CACHE, "read", "cell"),
     slow(PAPER, "read", "paged"),

@@ -12,6 +12,7 @@ from kvrt.policies import AttentionSinks, ContextShift
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.scheduling.step_plan import Rules
+from tests.marks import first_fast, slow
 from tests.serving.engines import MODELS, N_BATCH, N_ROWS, B, ask, drawn, served
 
 N_CTX = 40
@@ -21,10 +22,6 @@ POLICIES = {
     "sinks": AttentionSinks(n_sink=4, n_window=19),
     "sinks by 6": AttentionSinks(n_sink=5, n_window=21, n_drop=6),
 }
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 SOME = [  # one a policy, each with another rope and mode; the default suite has cells of the matrix
@@ -117,7 +114,10 @@ def test_an_endless_request_beside_short_ones(mode, rope, name):
 
 @pytest.mark.parametrize(
     ("rope", "mode"),
-    [("write", "cell"), ("read", "paged"), slow("write", "paged"), slow("read", "cell")],
+    [
+        ("read", "paged"),
+        *(slow(*x) for x in (("write", "paged"), ("write", "cell"), ("read", "cell"))),
+    ],
 )
 def test_samples_of_one_prompt_drop_apart(mode, rope):
     """What they share is copied before it moves."""
@@ -143,7 +143,7 @@ def test_short_requests_are_preempted_and_the_endless_one_is_not(mode):
     assert victims and not any(n for _, n in victims)
 
 
-@pytest.mark.parametrize("rope", ["write", "read"])
+@pytest.mark.parametrize("rope", first_fast(["write", "read"]))
 def test_no_later_request_hits_what_was_moved(rope):
     """What a policy never drops is found, in whole blocks; the rest of its prompt is not."""
     rng, policy = np.random.default_rng(6), ContextShift(n_keep=11)
@@ -216,7 +216,7 @@ def test_policies_are_refused_when_made():
         engine.add_request(ask("x", [1], 99))
 
 
-@pytest.mark.parametrize("mode", ["cell", "paged"])
+@pytest.mark.parametrize("mode", first_fast(["paged", "cell"]))
 def test_a_policy_costs_nothing_before_a_drop(mode):
     """The same plans and programs as without; `none` takes the default policy from a request."""
     made = []

@@ -20,15 +20,12 @@ from kvrt.errors import (
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.offload import TierConfig
+from tests.marks import slow
 from tests.serving.engines import MODELS, N_BATCH, B, ask, make, one, run
 
 # Logits of 6 and less: only which tokens are summed together differs.
 TOLERANCE = 1e-5
 TEXT = [(7 * i + i // 5) % 32 for i in range(80)]
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 BOTH = [

@@ -11,6 +11,7 @@ from kvrt.policies import AttentionSinks, ContextShift
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.scheduling.step_plan import Rules
+from tests.marks import slow
 from tests.serving import test_engine_policy as plain
 from tests.serving.engines import MODELS, N_BATCH, N_ROWS, B, ask, drawn
 
@@ -42,10 +43,6 @@ def runtime(kind, rope, policy, type_k="f32"):
 @pytest.fixture
 def oracle(monkeypatch):
     monkeypatch.setattr(plain, "oracle", runtime)
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def whole(*values):

@@ -7,6 +7,7 @@ from kvrt import After, Sampling, SelfExtend
 from kvrt.errors import BadRequest, CacheFull
 from kvrt.policies import AttentionSinks, ContextShift
 from kvrt.serving.scheduling.step_plan import Rules
+from tests.marks import first_fast
 from tests.serving.engines import KINDS, N_BATCH, N_ROWS, ask, make, runtime
 from tests.serving.soundcells import assert_sound
 
@@ -147,7 +148,7 @@ def test_a_fork_without_a_free_sequence_waits_and_sees_the_same(mode):
     assert got["b", 0] == wanted("full", request, 5, OTHER)[5:]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", first_fast(MODES))
 def test_forks_are_preempted_and_cancelled_as_others_are(mode):
     rules = Rules(n_batch=N_BATCH, admit="chunk")
     engine, got = make("full", mode, rules=rules, n_ctx=64), {}
@@ -184,7 +185,7 @@ def test_what_cannot_be_forked_is_said_in_one_line():
     assert not engine.has_work
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", first_fast(MODES))
 def test_a_fork_that_cannot_be_computed_again_needs_room_at_once(mode):
     rules = Rules(n_batch=N_BATCH, n_ctx_seq=40)
     engine, got = make("full", mode, rules=rules, n_ctx=64), {}

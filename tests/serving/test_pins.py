@@ -6,6 +6,7 @@ import pytest
 from kvrt.errors import BadConfig, BadRequest, CacheFull, UsageError
 from kvrt.serving import prometheus
 from kvrt.serving.offload import TierConfig
+from tests.marks import slow
 from tests.serving.engines import N_ROWS, B, alone, ask, make, served
 from tests.serving.soundcells import assert_sound
 
@@ -35,10 +36,6 @@ def is_found(engine, kind, tokens, name="again", **told):
     got, n_cached = serve(engine, request)
     assert got[name, 0] == alone(kind, request)
     return n_cached[name]
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +174,7 @@ def test_as_many_as_can_be_are_pinned_in_cells():
 KEPT = {"n_checkpoints": 4, "checkpoint_interval": 16}
 
 
-@pytest.mark.parametrize("kind", ["recurrent", slow("window"), slow("states")])
+@pytest.mark.parametrize("kind", [slow("recurrent"), slow("window"), slow("states")])
 def test_a_pin_in_cells_keeps_what_only_a_checkpoint_has(kind):
     """One sequence runs at a time, so that windows and states of what is kept go at once."""
     engine, text = make(kind, "cell", n_seq_max=1, n_ctx=120, **KEPT), prompt(24)
@@ -194,6 +191,7 @@ def test_a_pin_in_cells_keeps_what_only_a_checkpoint_has(kind):
     assert is_found(engine, kind, text[:20], name="gone") == 0
 
 
+@pytest.mark.slow
 def test_a_pinned_checkpoint_stays_whatever_others_need():
     """Bytes for three: those of others come and go, and where two are pinned no third one is."""
     kept = {"n_checkpoints": 4, "checkpoint_interval": 16}

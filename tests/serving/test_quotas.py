@@ -7,6 +7,7 @@ from kvrt import Sampling
 from kvrt.errors import BadRequest
 from kvrt.policies import AttentionSinks, ContextShift
 from kvrt.serving.scheduling.step_plan import Rules
+from tests.marks import first_fast
 from tests.serving.engines import N_BATCH, N_ROWS, alone, ask, make, served
 
 MODES = ("cell", "paged")
@@ -80,7 +81,7 @@ def test_beyond_what_it_reserved_a_request_is_preempted_as_others(mode):
     assert preempted(make("full", mode, rules=rules, n_ctx=80), asked)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", first_fast(MODES))
 def test_a_reservation_is_kept_before_it_is_used(mode):
     """A short prompt that reserves nearly all: the next request waits for its end."""
     engine = make("full", mode, n_ctx=80)

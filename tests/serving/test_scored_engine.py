@@ -8,6 +8,7 @@ import pytest
 from kvrt import CacheConfig, Engine, EngineConfig, Runtime
 from kvrt.policies.scored import H2O, SnapKV
 from kvrt.serving.offload import TierConfig
+from tests.marks import first_fast
 from tests.serving.engines import served_texts
 from tests.toys import HybridLm, ToyLm
 
@@ -35,8 +36,8 @@ def served(engine, texts):
     return served_texts(engine, texts, N_NEW)
 
 
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("prefix_cache", [False, True])
+@pytest.mark.parametrize("name", first_fast(POLICIES))
+@pytest.mark.parametrize("prefix_cache", first_fast([True, False]))
 @pytest.mark.parametrize("mode", ["cell", "paged"])
 def test_every_request_has_the_text_it_has_alone(mode, prefix_cache, name):
     policy = POLICIES[name]
@@ -51,6 +52,7 @@ def test_every_request_has_the_text_it_has_alone(mode, prefix_cache, name):
         assert engine.stats().prefix["hit"] > 0
 
 
+@pytest.mark.slow
 def test_states_of_recurrent_layers_lie_beside_what_a_policy_keeps():
     """Of other shapes, under one index a sequence; what a tier has of both is found again."""
     model, policy = HybridLm(), POLICIES["h2o"]
@@ -64,6 +66,7 @@ def test_states_of_recurrent_layers_lie_beside_what_a_policy_keeps():
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_session_of_an_engine_goes_on_in_another():
     policy, config = POLICIES["h2o"], dataclasses.replace(CONFIG, n_seq_max=2)
     options = EngineConfig(mode="paged", prefix_cache=True)

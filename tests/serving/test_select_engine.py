@@ -22,6 +22,7 @@ from kvrt.errors import BadConfig, CacheFull
 from kvrt.program.labels.arrays import label_plan
 from kvrt.serving.request import Request
 from kvrt.serving.scheduling.step_plan import Rules
+from tests.marks import first_fast
 from tests.serving import engines
 from tests.serving.engines import MODELS, WINDOWS, served_texts
 from tests.sharedlm import SharedLm
@@ -82,7 +83,7 @@ def check_labels(device):
                 np.testing.assert_allclose(got[:, :, at], new[:, :, at], atol=1e-6)
 
 
-@pytest.mark.parametrize(("mode", "name"), MODES)
+@pytest.mark.parametrize(("mode", "name"), first_fast(MODES))
 def test_every_request_has_the_text_it_has_alone(mode, name):
     select = SELECTS[name]
     wanted = [alone(name, text) for text in TEXTS]
@@ -105,6 +106,7 @@ def test_nobody_finds_what_was_sampled(mode, name):
     assert engine.stats().prefix["hit"] <= len(TEXTS[0])
 
 
+@pytest.mark.slow
 def test_too_little_room_for_all_makes_them_wait_and_changes_no_text():
     """Nobody is preempted: a prompt with the tokens that were sampled would read all."""
     engine = Engine(MODEL, config_of(SELECTS["quest"], n_ctx=192), EngineConfig())
@@ -118,6 +120,7 @@ def test_how_steps_divide_a_prompt_changes_nothing():
     assert served(engine, [TEXTS[0]]) == [alone("quest", TEXTS[0])]
 
 
+@pytest.mark.slow
 def test_a_policy_moves_keys_and_labels_follow():
     select, policy = SELECTS["quest"], AttentionSinks(n_window=60, n_sink=4, n_drop=20)
     rules = Rules(n_batch=32, n_ctx_seq=64)
@@ -140,6 +143,7 @@ def test_samples_and_forks_share_what_was_read():
     assert list(found.values()) == [alone("quest", TEXTS[1])] * 3
 
 
+@pytest.mark.slow
 def test_a_fork_without_room_is_refused_for_its_text_would_change():
     engine = Engine(MODEL, config_of(SELECTS["quest"], n_seq_max=1), EngineConfig())
     engine.add_request(Request(id="a", tokens=tuple(TEXTS[1]), n_predict=N_NEW))

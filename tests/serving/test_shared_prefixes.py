@@ -61,6 +61,7 @@ def test_outputs_are_those_without(kind, mode):
     assert reads["not_read_again"] >= (6 * 2 + 1) * 9 * B
 
 
+@pytest.mark.slow
 def test_samples_of_one_request_share_its_prompt():
     asked = ask("a", [*SYSTEM, 1, 2], n=3, sampling=Sampling(temp=1.0, seed=3), n_predict=5)
     tokens = served(make("full", "paged"), [asked])

@@ -22,12 +22,9 @@ from histories import (
 
 from kvrt import Sampling, errors, session
 from kvrt.runtime.generate import After
+from tests.marks import slow
 
 N, M = 9, 11
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def full(*values):

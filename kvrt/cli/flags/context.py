@@ -22,6 +22,7 @@ PolicyName = Literal[
     "scissorhands",
     "sparse_window",
     "kvzip",
+    "duo_attention",
 ]
 BY_POSITION = get_args(DropName)
 _context = functools.partial(flag, "Context")
@@ -70,6 +71,29 @@ class KeepFlags(Options):
         64, "tokens between two evictions of a --policy by score", "N", low=1
     )
 
+    streaming_heads: str | None = _policy(
+        None,
+        "with --policy duo_attention: the kv heads that keep --n_stream tokens, a file that "
+        "scripts/streaming_heads.py writes, or by layer, as [[1],[0,2]]; others keep the budget",
+        "FILE",
+    )
+    n_stream: int = _policy(
+        128, "tokens that heads of --streaming_heads keep: sinks and the newest", "N", low=1
+    )
+
+    def check(self) -> None:
+        """Refuses heads that stream without the policy that has them, and that policy without."""
+        super().check()
+        duo = getattr(self, "policy", None) == "duo_attention"
+        if duo and self.streaming_heads is None:
+            raise UsageError(
+                "--policy duo_attention wants to know which heads stream; add --streaming_heads "
+                "FILE, which scripts/streaming_heads.py writes"
+            )
+        for name in ("streaming_heads", "n_stream"):
+            if name in self.given and not duo:
+                raise UsageError(f"--{name} is of heads that stream; add --policy duo_attention")
+
     def window(self, n_ctx: int) -> int:
         """Newest tokens that attention sinks keep in a context; a policy's window is at least 2."""
         return self.n_window or max(n_ctx - self.n_sink, 2)
@@ -85,8 +109,8 @@ class RunPolicyFlags(KeepFlags, SizeFlags):
         "what stays when the context is full: context_shift (the default) drops half of what "
         "--keep leaves, attention_sinks keeps --n_sink first and --n_window last tokens, none ends "
         "there; h2o, snapkv, tova, expected_attention and the others keep --policy_budget tokens a "
-        "kv head by score, from the beginning on (kvzip when the prompt was read, twice: two to "
-        "three times the work)",
+        "kv head by score, from the beginning on (kvzip once the prompt was read twice, in several "
+        "times the time)",
         "NAME",
     )
 
@@ -108,7 +132,7 @@ class BatchPolicyFlags(KeepFlags):
 
     policy: PolicyName = _context(
         "none",
-        "what a request keeps beyond --n_ctx_seq (none refuses it), or by score from the beginning",
+        "what a request keeps beyond --n_ctx_seq (none refuses it), or by score",
         "NAME",
     )
 

@@ -86,6 +86,7 @@ class FitOptions(
     SelectFlags,
     KVFlags,
     WindowFlags,
+    BatchPolicyFlags,
     SizeFlags,
     ModelFlags,
 ):
@@ -113,6 +114,11 @@ class FitOptions(
         self.max_bytes()
         if self.unified and self.mode != "paged":
             raise UsageError("--unified compares blocks; add --mode paged")
+
+    @property
+    def n_ctx_request(self) -> int:
+        """Tokens of one sequence: its share of the context."""
+        return self.n_ctx // self.n_seq_max
 
     def max_bytes(self) -> int | None:
         """The budget in bytes; None where it was left out."""

@@ -84,6 +84,9 @@ Long texts, as an approximation:
   --policy h2o --policy_budget 512     each kv head keeps so many
                                        tokens, by score; the others
                                        are gone
+  --policy duo_attention --streaming_heads FILE
+                                       some heads keep --n_stream
+                                       tokens, the others the budget
   --select quest --select_cells 1024   the cache keeps all, and each
                                        sampled token reads some cells
   --select double_sparsity --select_channels FILE

@@ -53,8 +53,9 @@ def other_processes(options: MeshFlags) -> Iterator[None]:
             # Now, for JAX ends this process while it waits for one that has died.
             found = str(error).partition("\n")[0]
             output.complain(
-                f"the processes have lost each other: {found}; look at what the others said, and "
-                f"start all of them again (this one ends within {_HEARTBEAT_S} seconds)"
+                f"a step of all processes failed, as it does once one of them has ended: {found}; "
+                "look at what the others said, and start all of them again (this one ends within "
+                f"{_HEARTBEAT_S} seconds)"
             )
             raise
         finally:

@@ -145,10 +145,14 @@ def summary(outcome: Outcome) -> list[str]:
 
 def kept_line(policy: "ScoredPolicy") -> str:
     """The line of a summary that says what a policy by score keeps."""
-    most = policy.budget + policy.interval
+    from kvrt.policies.scored import DuoAttention  # it needs JAX
+
+    kept = f"{policy.budget:,} tokens a kv head, {policy.budget + policy.interval - 1:,} at most"
+    if isinstance(policy, DuoAttention):
+        kept += f", and {sum(map(len, policy.streaming))} heads that stream {policy.n_stream:,}"
     return (
-        f"{type(policy).__name__} keeps {policy.budget:,} tokens a kv head, {most - 1:,} at most; "
-        f"of a text longer than that the answer is an approximation"
+        f"{type(policy).__name__} keeps {kept}; of a text longer than that the answer is an "
+        "approximation"
     )
 
 

@@ -7,6 +7,8 @@ import jax
 from kvrt import Runtime
 from kvrt.cli.flags.evaluate import EvalFlags, TextFlags
 from kvrt.cli.process import output
+from kvrt.cli.process.interrupt import Interrupt, Interrupted
+from kvrt.cli.report import summary
 from kvrt.cli.run.generation import Reading
 from kvrt.runtime.compress import REPEAT, compress_prompt
 from kvrt_models.tokenizer.encode import Tokenizer
@@ -24,9 +26,13 @@ def is_compressed(options: EvalFlags, runtime: Runtime, reading: Reading) -> boo
 
 
 def read_compressed(
-    runtime: Runtime, reading: Reading, tokenizer: Tokenizer, *, quiet: bool
+    runtime: Runtime, reading: Reading, tokenizer: Tokenizer, interrupt: Interrupt, *, quiet: bool
 ) -> None:
-    """Reads a prompt and compresses it; says before what that takes, and after what it took."""
+    """Reads a prompt and compresses it; says before what that takes, and after what it took.
+
+    Ctrl-C ends it between two steps, and nothing of the prompt is read then.
+    """
+    interrupt.check()
     policy = runtime.stats().scored
     assert policy is not None, "asked before"
     name, n, ask = type(policy).__name__, len(reading.ids), list[int]()
@@ -35,13 +41,25 @@ def read_compressed(
         if not quiet:
             output.note(
                 f"{name} has the prompt repeated: {2 * n + len(ask):,} tokens are evaluated for "
-                f"its {n:,}, two to three times a prefill"
+                f"its {n:,}, each time beside all of them: several times a prefill"
             )
+    n_all = 2 * n + len(ask) if policy.reads_whole else n
     compiled, start = runtime.stats().compile_s, time.perf_counter()
-    found = jax.block_until_ready(compress_prompt(runtime, reading.ids, ask=ask))
+    try:
+        with summary.prefill_bar(n_all, not quiet) as show:
+
+            def step(done: int, total: int) -> None:
+                show(done)
+                interrupt.check()
+
+            found = compress_prompt(runtime, reading.ids, ask=ask, progress=step)
+            jax.block_until_ready(found.logits)
+    except Interrupted:
+        return
+    finally:
+        compiled = runtime.stats().compile_s - compiled
+        reading.seconds = time.perf_counter() - start - compiled
     reading.n_done = n
-    compiled = runtime.stats().compile_s - compiled
-    reading.seconds = time.perf_counter() - start - compiled
     if not quiet:
         if found.transient_bytes:
             kept = f"{policy.budget:,} tokens a kv head"

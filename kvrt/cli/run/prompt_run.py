@@ -85,8 +85,8 @@ class PromptRun:
         if isinstance(self._options, PlacementFlags) and self._options.blocks:
             self.runtime.to_blocks(0)
         if is_compressed(self._options, self.runtime, reading):
-            interrupt.check()
-            read_compressed(self.runtime, reading, self.model.tokenizer, quiet=self._quiet)
+            tokenizer = self.model.tokenizer
+            read_compressed(self.runtime, reading, tokenizer, interrupt, quiet=self._quiet)
         else:
             reading.run(self.runtime, interrupt, quiet=self._quiet)
         if kept:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -133,15 +134,18 @@ def follow(options: _Flags, found: Manifest) -> _Flags:
 
 def _scored_policy(found: Manifest) -> dict[str, Any]:
     """The flags of a session's policy by score; nothing where it is one of somebody's own."""
-    from kvrt.policies import SCORED  # it needs JAX
+    from kvrt.policies.scored import SCORED, DuoAttention  # it needs JAX
 
-    said = found.policy or {}
-    name = next((k for k, v in SCORED.items() if v.__name__ == said.get("name")), None)
+    said, known = found.policy or {}, {**SCORED, "duo_attention": DuoAttention}
+    name = next((k for k, v in known.items() if v.__name__ == said.get("name")), None)
     if name is None:
         return {}
-    interval = said.get("interval", SCORED[name].interval)
+    interval = said.get("interval", known[name].interval)
     budget, n_sink = said.get("budget"), said.get("n_sink")
     wanted = {"policy_budget": str(budget), "policy_interval": interval, "n_sink": n_sink}
+    if name == "duo_attention":
+        heads = json.dumps(said.get("streaming"))
+        wanted |= {"streaming_heads": heads, "n_stream": said.get("n_stream")}
     return {"policy": name, **wanted}
 
 

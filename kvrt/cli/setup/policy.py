@@ -6,7 +6,7 @@ from typing import Any
 from kvrt.attention.scored.layers import LayerKinds, by_kind
 from kvrt.cli.flags.context import BY_POSITION
 from kvrt.cli.flags.evaluate import UNTIL_FULL, EvalFlags, LengthFlags
-from kvrt.cli.flags.serving import BatchOptions
+from kvrt.cli.flags.serving import BatchOptions, FitOptions
 from kvrt.cli.process import output
 from kvrt.cli.report.size import parse_size
 from kvrt.cli.setup.config import cache_config
@@ -15,9 +15,12 @@ from kvrt.config import CacheConfig
 from kvrt.errors import BadConfig, UsageError
 from kvrt.kv_types import head_bytes
 from kvrt.policies import SCORED, AnyPolicy, AttentionSinks, ContextShift, Policy, ScoredPolicy
+from kvrt.policies.scored.duo_attention import DuoAttention, read_streaming
 from kvrt.sizes import extent, types_of
 from kvrt_models.spec import DecoderSpec
 from kvrt_models.tokenizer.encode import Tokenizer
+
+_Options = EvalFlags | BatchOptions | FitOptions
 
 
 def stays(options: EvalFlags, spec: DecoderSpec, config: CacheConfig) -> bool:
@@ -110,7 +113,7 @@ def policy_of_run(
     return ContextShift(n_keep=n_keep, **taken("ContextShift", options))
 
 
-def policy_of_batch(options: BatchOptions, spec: DecoderSpec) -> AnyPolicy | None:
+def policy_of_batch(options: BatchOptions | FitOptions, spec: DecoderSpec) -> AnyPolicy | None:
     """One as the flags say it, which is refused before the weights are read; lines have theirs."""
     if options.policy == "none":
         return None
@@ -121,7 +124,7 @@ def policy_of_batch(options: BatchOptions, spec: DecoderSpec) -> AnyPolicy | Non
     return _sinks(options, options.n_ctx_request)
 
 
-def by_score(options: EvalFlags | BatchOptions, spec: DecoderSpec, n_ctx: int) -> ScoredPolicy:
+def by_score(options: _Options, spec: DecoderSpec, n_ctx: int) -> ScoredPolicy:
     """The policy by score that --policy names, with its budget in tokens.
 
     Raises:
@@ -137,13 +140,18 @@ def by_score(options: EvalFlags | BatchOptions, spec: DecoderSpec, n_ctx: int) -
         n = _part_of(text, n_ctx)
     else:
         n = _in_bytes(parse_size("--policy_budget", text), spec, options) - interval
+    sizes = {"budget": n, "interval": interval, **more}
     try:
-        return SCORED[name](budget=n, interval=interval, **more)
+        if name != "duo_attention":
+            return SCORED[name](**sizes)
+        assert options.streaming_heads is not None, "checked with the flags"
+        streaming = read_streaming(options.streaming_heads)
+        return DuoAttention(streaming=streaming, n_stream=options.n_stream, **sizes)
     except BadConfig as error:
         raise BadConfig(f"--policy {name} --policy_budget {text}: {error}") from error
 
 
-def _says_sinks(options: EvalFlags | BatchOptions) -> bool:
+def _says_sinks(options: _Options) -> bool:
     """Whether the sinks of a policy by score are said, by a flag or by a session."""
     return "n_sink" in options.given or options.n_sink != type(options).n_sink
 
@@ -158,7 +166,7 @@ def _part_of(text: str, n_ctx: int) -> int:
     return int(n_ctx * part / 100)
 
 
-def _in_bytes(n_bytes: int, spec: DecoderSpec, options: EvalFlags | BatchOptions) -> int:
+def _in_bytes(n_bytes: int, spec: DecoderSpec, options: _Options) -> int:
     """Tokens a kv head whose keys, values, positions and sums take so much in all layers."""
     config, one = cache_config(options, spec.n_ctx_train), 0
     for group, types in zip(spec.groups, types_of(spec.groups, config), strict=True):
@@ -182,7 +190,7 @@ def n_kept(keep: int, ids: Sequence[int], tokenizer: Tokenizer) -> int:
     return min(keep + begins, len(ids)) if 0 <= keep <= len(ids) else len(ids)
 
 
-def _sinks(options: EvalFlags | BatchOptions, n_ctx: int) -> AttentionSinks:
+def _sinks(options: _Options, n_ctx: int) -> AttentionSinks:
     return AttentionSinks(n_window=options.window(n_ctx), **taken("AttentionSinks", options))
 
 

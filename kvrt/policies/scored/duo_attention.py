@@ -1,6 +1,8 @@
 """DuoAttention: some heads stream, with sinks and the newest tokens; the others keep the text."""
 
 import dataclasses
+import json
+import pathlib
 
 from kvrt.arrays import Array, Float
 from kvrt.attention.scored.policy import HeadPart, ScoredPolicy, Seen
@@ -57,3 +59,28 @@ class DuoAttention(ScoredPolicy):
     def score(self, seen: Seen) -> Float[Array, "H S"]:
         """Positions."""
         return seen.pos.astype(seen.sums.dtype)
+
+
+def read_streaming(text: str) -> tuple[tuple[int, ...], ...]:
+    """The heads that stream by layer: from a file of `scripts.streaming_heads`, or from JSON.
+
+    Args:
+      text: a file's name, or the heads themselves, as in "[[1], [0, 2]]".
+
+    Raises:
+      BadConfig: the file cannot be read, or has something else.
+    """
+    try:
+        is_file = not text.lstrip().startswith("[")
+        found = json.loads(pathlib.Path(text).read_bytes()[:_MOST_BYTES] if is_file else text)
+    except (OSError, ValueError) as error:
+        raise BadConfig(f"{text}: {error}; name a file of streaming heads") from error
+    layers = found.get("streaming") if isinstance(found, dict) else found
+    if not isinstance(layers, list) or not all(
+        isinstance(heads, list) and all(type(h) is int for h in heads) for heads in layers
+    ):
+        raise BadConfig(f"{text} has no streaming heads; make one with scripts.streaming_heads")
+    return tuple(tuple(heads) for heads in layers)
+
+
+_MOST_BYTES = 1 << 24  # of a file of heads

@@ -14,9 +14,9 @@ class KVzip(ScoredPolicy):
     """Scores are the most attention that a query has given a token; sinks stay.
 
     A prompt is read by `kvrt.runtime.compress.compress_prompt`, which has the model repeat it: only
-    queries of the repetition count there, so that what stays serves any question. That takes two
-    to three times a prefill, and slots for the prompt twice meanwhile. What `append` takes in
-    behind the prompt is judged by all queries since.
+    queries of the repetition count there, so that what stays serves any question. That takes
+    several times a prefill, and slots for the prompt twice meanwhile. What `append` takes in behind
+    the prompt is judged by all queries since.
 
     Departures: each kv head keeps `budget` tokens, where the paper shares its budget between heads
     and layers; a prompt is repeated as a whole and not in pieces of 2,048 tokens.

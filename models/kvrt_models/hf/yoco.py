@@ -40,7 +40,7 @@ def yoco(keys: Header, arch: str, n_layers: int, head_dim: int) -> dict[str, Any
             f"self_decoder {brief(self_decoder)} is not supported in {arch}; only {_WINDOWED} and "
             f"{_RETENTION}"
         )
-    rope = spec.make_rope(n_rot=head_dim, base=keys.number("rope_theta", 1e4), layout="norm")
+    rope = spec.make_rope(n_rot=head_dim, base=_rope_base(keys, head_dim), layout="norm")
     first, readers = tuple(range(half)), tuple((i, half) for i in range(half + 1, n_layers + 1))
     layers, ssm = [Layers(ids=(half,), kv_of=readers, rope=rope)], None
     if self_decoder == _RETENTION:
@@ -65,5 +65,14 @@ def _retention(keys: Header, layers: tuple[int, ...], head_dim: int) -> SsmSpec:
         d_state=head_dim,
         d_conv=0,
         n_heads=n_heads,
-        rope_base=keys.number("rope_theta", 1e4),
+        rope_base=_rope_base(keys, head_dim),
     )
+
+
+def _rope_base(keys: Header, head_dim: int) -> float:
+    """The base whose slowest pair of channels turns by 1 / rope_theta, as in the published code.
+
+    There pair i of n turns by rope_theta ** (-i / (n - 1)), elsewhere by base ** (-i / n).
+    """
+    n = head_dim // 2
+    return keys.number("rope_theta", 1e4) ** (n / max(n - 1, 1))

@@ -5,8 +5,9 @@
 
 "speed": a prompt that asks for its own text again, and one sampled so hot that next to nothing
 repeats itself; plain steps, --stride steps a program and drafts by prompt lookup, in interleaved
-runs, with tokens a round. "exact": greedy text of pieces of one book with and without drafts; where
-two differ, the gap between the two best logits there. The default model is fetched.
+runs, with tokens a round. "exact": greedy text of many beginnings with and without drafts; where
+two differ, the gap between the two best logits there. "kl": how far logits of a round's tokens are
+from those of single steps, over the same texts: 0 but for rounding at f32. Models are fetched.
 """
 
 import time
@@ -20,11 +21,12 @@ from kvrt import CacheConfig, PromptLookup, Runtime, Sampling, Speculation
 from kvrt_models.load import load
 from scripts._lib import measure
 
-_WHAT = flags.DEFINE_list("what", ["speed", "exact"], "Of speed, exact.")
+_WHAT = flags.DEFINE_list("what", ["speed", "exact"], "Of speed, exact, kl.")
+_MODEL = flags.DEFINE_string("model", "smollm2-135m", "A model's name, or its file.")
 _DTYPE = flags.DEFINE_enum("dtype", "f32", ["f32", "bf16", "f16", "int8"], "Of the weights.")
 _N_DRAFT = flags.DEFINE_integer("n_draft", 8, "Drafts a round.", lower_bound=1)
 _N_PREDICT = flags.DEFINE_integer("n_predict", 128, "Tokens of a text.", lower_bound=2)
-_N_PROMPTS = flags.DEFINE_integer("n_prompts", 20, "exact: texts.", lower_bound=1)
+_N_PROMPTS = flags.DEFINE_integer("n_prompts", 20, "exact, kl: texts.", lower_bound=1)
 _STRIDE = flags.DEFINE_integer("stride", 8, "speed: steps a program.", lower_bound=1)
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "speed: runs of each side.", lower_bound=1)
 
@@ -47,11 +49,13 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     dtype: Any = _DTYPE.value  # flags know no literal types
-    model = load("smollm2-135m", dtype=dtype)
+    model = load(_MODEL.value, dtype=dtype)
     runtime = Runtime(model.decoder, CacheConfig(n_ctx=2048, type_k="f32", type_v="f32"))
-    if "exact" in _WHAT.value:
-        for words in BEGINNINGS[: _N_PROMPTS.value]:
-            measure.emit("speculation exact", **_exact(runtime, model.tokenizer, words))
+    for what, run in (("exact", _exact), ("kl", _kl)):
+        for words in BEGINNINGS[: _N_PROMPTS.value] if what in _WHAT.value else ():
+            found = run(runtime, model.tokenizer.encode(words))
+            head = {"model": _MODEL.value, "dtype": dtype, "prompt": words[:30]}
+            measure.emit(f"speculation {what}", **head, **found)
     if "speed" in _WHAT.value:
         for name, words, temp in (("repeats", REPEATS, 0.0), ("no match", BEGINNINGS[0], 2.0)):
             line = _speed(runtime, model.tokenizer.encode(words), temp)
@@ -96,8 +100,7 @@ def _speed(runtime: Runtime, ids: list[int], temp: float) -> dict[str, Any]:
     }
 
 
-def _exact(runtime: Runtime, tokenizer: Any, words: str) -> dict[str, Any]:
-    ids = tokenizer.encode(words)
+def _exact(runtime: Runtime, ids: list[int]) -> dict[str, Any]:
     runtime.clear()
     runtime.prefill(ids)
     plain = list(runtime.generate(_N_PREDICT.value, n_best=2))
@@ -107,7 +110,27 @@ def _exact(runtime: Runtime, tokenizer: Any, words: str) -> dict[str, Any]:
     at = next((i for i, t in enumerate(plain) if t.id != drafted[i]), None)
     gap = None if at is None else plain[at].best[0][1] - plain[at].best[1][1]
     n = {x: getattr(stats, x) - getattr(before, x) for x in ("n_rounds", "n_drafted", "n_accepted")}
-    return {"prompt": words[:30], "same": at is None, "differs_at": at, "gap": gap, **n}
+    return {"same": at is None, "differs_at": at, "gap": gap, **n}
+
+
+def _kl(runtime: Runtime, ids: list[int]) -> dict[str, Any]:
+    """Of single steps from steps of as many tokens as a round has, both of the plain text."""
+    text, _ = _timed(runtime, ids)
+    single, rounds = (_log_probs(runtime, ids, text, n) for n in (1, 1 + _N_DRAFT.value))
+    kl = (np.exp(single) * (single - rounds)).sum(axis=1)
+    other = int((single.argmax(axis=1) != rounds.argmax(axis=1)).sum())
+    return {"kl": float(kl.mean()), "greatest_kl": float(kl.max()), "n_other_best": other}
+
+
+def _log_probs(runtime: Runtime, ids: list[int], text: list[int], n: int) -> np.ndarray:
+    """Rows of what follows each token of a text behind a prompt, n tokens a step."""
+    runtime.clear()
+    runtime.prefill(ids)
+    parts = [text[i : i + n] for i in range(0, len(text), n)]
+    logits = [np.asarray(runtime.append(x, out_ids=range(len(x))), np.float64) for x in parts]
+    rows = np.concatenate(logits)
+    rows -= rows.max(axis=1, keepdims=True)
+    return rows - np.log(np.exp(rows).sum(axis=1, keepdims=True))
 
 
 if __name__ == "__main__":
