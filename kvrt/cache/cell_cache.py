@@ -227,9 +227,12 @@ class CellCache:
                 "or use an Engine in paged mode"
             )
         if not self.host.complete:
+            remedy = (
+                "leave the policy by score out" if self.device.layout.scored else "set swa_full"
+            )
             raise BadConfig(
                 f"sequence {seq_id} cannot lie in blocks: no layer of this model keeps the cells "
-                "of all positions; set swa_full"
+                f"of all positions; {remedy}"
             )
         after, copies = contents.to_blocks(self.host.contents, seq_id, self.config.block_size)
         self.copy_cells(copies)

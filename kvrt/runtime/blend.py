@@ -277,8 +277,9 @@ def _check_cache(cache: CellCache) -> None:
     host, config = cache.host, cache.config
     if host.rolls or host.states is not None:
         raise CannotRewind(
-            "windowed layers that reuse cells and recurrent ones hold what came before in one "
-            "order, so chunks cannot be blended; set swa_full, or prefill the text"
+            "windowed layers that reuse cells, recurrent ones and policies by score hold what came "
+            "before in one order, so chunks cannot be blended; set swa_full, leave the policy out, "
+            "or prefill the text"
         )
     if cache.self_extend:
         raise BadConfig(

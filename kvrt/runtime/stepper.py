@@ -113,8 +113,9 @@ class Stepper:
         if host.rolls or host.states is not None or cache.self_extend:
             raise CannotRewind(
                 f"positions [{first}, {first + len(ids)}) of sequence {seq_id} cannot be filled: "
-                "windowed layers that reuse cells, recurrent ones and SelfExtend in the cache "
-                "take tokens in at the end; append them, or set swa_full"
+                "windowed layers that reuse cells, recurrent ones, policies by score and "
+                "SelfExtend in the cache take tokens in at the end; append them, set swa_full, or "
+                "leave the policy out"
             )
         held = history.positions(host.history, seq_id)
         inside = held[(held >= first) & (held < first + len(ids))]

@@ -84,8 +84,9 @@ def check_cache(cache: CellCache, seq_id: int) -> None:
     host, config = cache.host, cache.config
     if host.rolls or host.states is not None:
         raise CannotRewind(
-            "windowed layers that reuse cells, and recurrent ones, hold what came before in one "
-            "order, so no cell can be taken out of the middle; set swa_full, or take a policy"
+            "windowed layers that reuse cells, recurrent ones and policies by score hold what came "
+            "before in one order, so no cell can be taken out of the middle; set swa_full, or take "
+            "a policy by score alone"
         )
     if config.rope == "read" or config.self_extend is not None:
         raise BadConfig(

@@ -11,7 +11,10 @@ import itertools
 from typing import NamedTuple
 
 AXES = {
-    "policy": ("none", "context_shift", "attention_sinks", "extend_cache", "extend_paper"),
+    "policy": (
+        *("none", "context_shift", "attention_sinks", "extend_cache", "extend_paper"),
+        *("h2o", "snapkv"),
+    ),
     "where": ("runtime", "blocks", "engine_cells", "engine_paged"),
     "rope": ("write", "read"),
     "dtype": ("f32", "bf16", "f16", "int8", "q8_0", "int4", "int2", "kivi4"),
@@ -21,13 +24,14 @@ AXES = {
         *("window+recurrent", "full+delta"),
     ),
     "devices": ("one", "mesh"),
-    "attention": ("xla", "gpu", "tpu"),
+    "attention": ("xla", "gpu", "tpu", "sparse"),
     "state": ("plain", "session", "tiers", "prefix", "checkpoints", "chunks", "modules"),
     "decode": ("plain", "fork", "beams", "shared"),
 }
 # What each value means; docs/support.md has it in front of the tables.
 MEANING = {
-    "policy": "`ContextShift`, `AttentionSinks`, `SelfExtend` of kind `cache` and of kind `paper`",
+    "policy": "`ContextShift`, `AttentionSinks`, `SelfExtend` of kind `cache` and of kind `paper`; "
+    "policies by score, with a budget that nothing outgrows",
     "where": "a `Runtime`, a `Runtime` whose sequence lies in blocks (`to_blocks`), an `Engine` in "
     "cell mode and one in paged mode",
     "rope": "`CacheConfig.rope`: keys are rotated when they are written, or when they are read",
@@ -39,7 +43,8 @@ MEANING = {
     "(`produced`), all positions with a latent, of which values are a view (`latent_rank`), and "
     "mixtures",
     "devices": "one device, or a mesh of `tensor=2,context=2`",
-    "attention": "XLA, the GPU's kernel and the TPU's kernel, both interpreted",
+    "attention": "XLA, the GPU's kernel and the TPU's kernel, both interpreted, and sparse reads "
+    "(`CacheConfig.select`, by labels of single cells) of 32 cells, fewer than a text has",
     "state": "nothing more; saved in a file and read into another object; blocks offloaded to the "
     "host's memory and back; a prefix hit of a second request; context checkpoints, at one of "
     "which a text that continues otherwise resumes; three chunks, blended (in an engine as a "
@@ -103,6 +108,7 @@ class Rule:
 
 ENGINES, RUNTIMES = "engine_cells engine_paged", "runtime blocks"
 DROPS = "context_shift attention_sinks"
+SCORES = "h2o snapkv"
 STATES = "recurrent full+recurrent window+recurrent full+delta"
 REUSED = "chunks modules"
 
@@ -246,6 +252,110 @@ REFUSED = (
         "refused",
         "a private prefix is found as long as nothing of it moves, and its policy or SelfExtend",
         "a request finds its blended chunks again by what it has in front of them, so they stay",
+    ),
+    Rule(
+        "R28",
+        {"policy": SCORES, "rope": "read"},
+        "refused",
+        "positions move, and those of tokens that .* keeps never do; use rope='write'",
+        "positions of tokens that are kept by score never move",
+    ),
+    Rule(
+        "R29",
+        {"policy": SCORES, "dtype": "kivi4"},
+        "refused",
+        "share scales with their neighbours, and .* keeps some without the others; use int4",
+        "keys that share a scale do not go one by one",
+    ),
+    Rule(
+        "R30",
+        {"policy": SCORES, "layers": "shared produced"},
+        "refused",
+        "which .* evicts before it runs, by what layer 0 alone attends to; use a policy",
+        "a layer that reads what another one keeps would lose tokens that it attends to itself",
+    ),
+    Rule(
+        "R31",
+        {"policy": SCORES, "layers": "latent"},
+        "refused",
+        "have one cell a token for all heads, which .* chooses by head; use a policy by position",
+        "a latent is one cell for all heads, and each head keeps tokens of its own",
+    ),
+    Rule(
+        "R32",
+        {"policy": SCORES, "layers": "window sink_window chunked recurrent window+recurrent"},
+        "refused",
+        "keeps tokens of layers that see every position, and this model has none: .* leave the",
+        "windows and states forget by a rule of their own",
+    ),
+    Rule(
+        "R33",
+        {"policy": SCORES, "where": "blocks"},
+        "refused",
+        "no layer of this model keeps the cells of all positions; leave the policy by score out",
+        "slots of a head are no cells, and no layer is left that has a block table; `to_blocks` "
+        "refuses",
+    ),
+    Rule(
+        "R34",
+        {"attention": "sparse", "rope": "read"},
+        "refused",
+        "RoPE pairs channels and moves extremes, so unrotated keys have none; use rope='write'",
+        "labels are of keys as they are stored, and RoPE mixes their channels",
+    ),
+    Rule(
+        "R35",
+        {"attention": "sparse", "dtype": "kivi4"},
+        "refused",
+        "kivi4 keys share scales by cells and have a tail elsewhere; use keys of another type",
+        "a tail of keys lies in another array, and cells are read one by one",
+    ),
+    Rule(
+        "R36",
+        {"attention": "sparse", "layers": "latent"},
+        "refused",
+        "a latent is one key for all heads, which is read once anyway; leave select out",
+        "cells are chosen for each kv head, and a latent has one for all",
+    ),
+    Rule(
+        "R37",
+        {"attention": "sparse", "layers": "window sink_window chunked recurrent window+recurrent"},
+        "refused",
+        "layers that see all of them, and this model has none .* leave select out",
+        "windows and states read little already",
+    ),
+    Rule(
+        "R38",
+        {"attention": "sparse", "policy": SCORES},
+        "refused",
+        "choose among all tokens, and .* keeps but some; use one of the two",
+        "what a policy by score has evicted cannot be chosen",
+    ),
+    Rule(
+        "R39",
+        {"attention": "sparse", "devices": "mesh"},
+        "refused",
+        "needs labels of all cells on one device; leave mesh out",
+        "devices would choose among their own cells",
+    ),
+    Rule(
+        "R40",
+        {
+            "attention": "sparse",
+            "where": "engine_paged",
+            "layers": "full+window full+wide_window full+chunked",
+        },
+        "refused",
+        "in blocks this model's layers share arrays; use cells",
+        "layers with a window and without share an array, of which labels would be of one",
+    ),
+    Rule(
+        "R41",
+        {"state": REUSED, "policy": SCORES},
+        "refused",
+        "policies by score .*; .* leave the policy out",
+        "what slots of a head hold came in one order, as a state does: no token in the middle can "
+        "be put or computed again",
     ),
     Rule(
         "N1",

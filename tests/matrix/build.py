@@ -10,7 +10,9 @@ from kvrt import CacheConfig, Runtime, SelfExtend
 from kvrt.attention import registry
 from kvrt.cache import checks
 from kvrt.policies import AttentionSinks, ContextShift
+from kvrt.policies.scored import H2O, SnapKV
 from kvrt.program.mesh import MeshSpec
+from kvrt.select_spec import DoubleSparsity
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.offload import TierConfig
@@ -19,10 +21,10 @@ from tests.interpreted import GPU, TPU
 from tests.matrix import reused
 from tests.matrix.axes import Cell
 from tests.matrix.drafted import speculation_of
-from tests.matrix.plaincache import RUN
-from tests.matrix.plainmodel import PartedModel, PlainModel
+from tests.matrix.plaincache import CHANNELS, N_READ, N_RECENT, N_SINK, RUN
+from tests.matrix.plainmodel import N_KV, PartedModel, PlainModel
 
-ATTENTION = {"xla": "chunked", "gpu": GPU, "tpu": TPU}
+ATTENTION = {"xla": "chunked", "gpu": GPU, "tpu": TPU, "sparse": "chunked"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,13 +46,14 @@ class Sizes:
 
 
 def sizes_of(cell: Cell) -> Sizes:
-    small = Sizes()
+    # Sparse reads are of blocks of 16.
+    small = Sizes(block=16 if cell.attention == "sparse" else 8)
     if cell.state in ("chunks", "modules"):
         # What sinks move of modules is copied, and so is what goes to blocks; in fewer cells a wide
         # window has all.
         many = cell.policy == "attention_sinks" or cell.where == "blocks"
         many |= cell.layers == "full+wide_window"
-        small = Sizes(n_seq=3, n_ctx=128 if many else small.n_ctx)
+        small = dataclasses.replace(small, n_seq=3, n_ctx=128 if many else small.n_ctx)
     if cell.dtype.startswith("kivi") and cell.is_engine:
         return _by_channel(cell)
     if cell.dtype.startswith("kivi"):
@@ -60,7 +63,7 @@ def sizes_of(cell: Cell) -> Sizes:
         return small
     if cell.is_engine:
         # Of 55 tokens of a request 36 go at once: 19 stay, as above.
-        n_ctx = 80 if cell.state == "tiers" else 128
+        n_ctx = (96 if small.block == 16 else 80) if cell.state == "tiers" else 128
         if cell.state != "plain":  # only what is never dropped can be hit: two blocks
             small = dataclasses.replace(small, n_keep=16, n_window=36)
         else:  # a quarter of it, which goes at once where a K-shift quantizes again, is a chunk
@@ -72,6 +75,8 @@ def sizes_of(cell: Cell) -> Sizes:
         return dataclasses.replace(small, n_prompt=56, n_decode=12)
     if cell.speculation != "none":
         return dataclasses.replace(small, n_ctx=96)
+    if cell.where == "blocks" and cell.attention == "sparse":
+        return dataclasses.replace(small, n_ctx=80)
     return small
 
 
@@ -92,13 +97,34 @@ def policy_of(cell: Cell) -> Any:
     return None
 
 
+def scored_of(cell: Cell) -> Any:
+    """A policy by score whose slots hold more than a text ever has: nothing is evicted."""
+    made = {"h2o": H2O, "snapkv": SnapKV}.get(cell.policy)
+    return made and made(budget=128, interval=128)
+
+
 def extend_of(cell: Cell) -> SelfExtend | None:
     kind = {"extend_cache": "cache", "extend_paper": "paper"}.get(cell.policy)
     # Only what lies before the first round can be hit.
-    if kind == "cache" and cell.is_engine and cell.state != "plain" and cell.dtype == "kivi4":
+    large = cell.dtype == "kivi4" or cell.attention == "sparse"
+    if kind == "cache" and cell.is_engine and cell.state != "plain" and large:
         return SelfExtend(ga_n=2, ga_w=48, kind=kind)
     ga_w = 16 if cell.is_engine and cell.state != "plain" and kind == "cache" else 8
     return SelfExtend(ga_n=2, ga_w=ga_w, kind=kind) if kind else None
+
+
+def select_of(cell: Cell) -> DoubleSparsity | None:
+    """Reads of single cells, fewer than a text has."""
+    if cell.attention != "sparse":
+        return None
+    return DoubleSparsity(
+        n_cells=N_READ,
+        n_sink=N_SINK,
+        n_recent=N_RECENT,
+        n_dense=0,
+        channels=((CHANNELS,) * N_KV,) * 2,
+        by_cell=True,
+    )
 
 
 def config_of(cell: Cell) -> CacheConfig:
@@ -112,10 +138,20 @@ def config_of(cell: Cell) -> CacheConfig:
         type_v="f16" if cell.dtype.startswith("kivi") else cell.dtype,
         rope=cell.rope,
         attention=ATTENTION[cell.attention],
+        select=select_of(cell),
         self_extend=extend_of(cell),
         defrag_threshold=1.0,
-        n_checkpoints=8 if cell.state == "checkpoints" else 0,
+        n_checkpoints=8 if _leaves_checkpoints(cell) else 0,
     )
+
+
+def _leaves_checkpoints(cell: Cell) -> bool:
+    """Where they are asked for, or a prompt's windows and states are found at nothing else.
+
+    In cells those are where a request ended, behind what it sampled by sparse reads.
+    """
+    found = cell.state in ("prefix", "session") and cell.where == "engine_cells"
+    return cell.state == "checkpoints" or (found and cell.attention == "sparse")
 
 
 def options_of(cell: Cell) -> EngineConfig:
@@ -149,12 +185,15 @@ def build(cell: Cell) -> Any:
     """A Runtime, or an Engine, of a cell."""
     mesh = MeshSpec(tensor=2, context=2) if cell.devices == "mesh" else None
     model, config = model_of(cell.layers, cell.state), config_of(cell)
+    policy = policy_of(cell) or scored_of(cell)
     with kernels_of_here():
         if cell.is_engine:
-            made = Engine(model, config, options_of(cell), mesh=mesh, policy=policy_of(cell))
+            made = Engine(model, config, options_of(cell), mesh=mesh, policy=policy)
             if cell.state == "chunks":
                 small = dataclasses.replace(config, n_ctx=128, n_seq_max=2)
-                made.private_prefix = reused.private_prefix(Runtime(model, small, mesh=mesh))
+                made.private_prefix = reused.private_prefix(
+                    Runtime(model, small, policy=scored_of(cell), mesh=mesh)
+                )
             if made._steps._reads is not None:
                 # Whatever that costs: all of it fits into one pass.
                 made._steps._reads.choose = lambda runs, n_blocks, cost: runs[: cost.most]
@@ -164,7 +203,7 @@ def build(cell: Cell) -> Any:
             told[{"tiers": "tiers", "prefix": "prefix_cache"}[cell.state]] = True
         if cell.decode != "plain":
             told["decode"] = cell.decode
-        made = Runtime(model, config, policy=policy_of(cell), mesh=mesh, **told)
+        made = Runtime(model, config, policy=policy, mesh=mesh, **told)
         if (spec := speculation_of(cell)) is not None:
             # As a generation is asked for, before anything runs.
             checks.drafts(spec, made.config, model.groups, model.n_vocab)

@@ -19,22 +19,31 @@ PAIRS = tuple(itertools.combinations(range(len(NAMES)), 2))
 
 
 @functools.cache
+def _order() -> np.ndarray:
+    """The cells, by numbers that count the last axis first; those with fewest wishes first."""
+    n_wishes = sum(x > 0 for x in np.indices(SHAPE, np.int8))
+    return np.argsort(np.ravel(n_wishes), kind="stable")
+
+
+@functools.cache
 def _grid():
-    """Indices of every cell's values, [axes, cells]; those with fewest wishes first."""
-    grid = np.indices(SHAPE).reshape(len(SHAPE), -1)
-    order = np.lexsort((np.arange(grid.shape[1]), (grid > 0).sum(0)))
-    return grid[:, order]
+    """Indices of every cell's values, [axes, cells], in that order."""
+    return np.stack(np.unravel_index(_order(), SHAPE)).astype(np.int8)
+
+
+@functools.cache
+def _cube(rule_id: str) -> np.ndarray:
+    """Which cells a rule matches, by the indices of their values."""
+    (rule,) = (r for r in RULES if r.id == rule_id)
+    wanted = (np.isin(AXES[x], rule.when.get(x, " ".join(AXES[x])).split()) for x in NAMES)
+    by_axis = np.meshgrid(*wanted, indexing="ij", sparse=True)
+    return np.broadcast_to(functools.reduce(np.logical_and, by_axis), SHAPE)
 
 
 @functools.cache
 def _matched(rule_id: str) -> np.ndarray:
-    """Which cells a rule matches."""
-    (rule,) = (r for r in RULES if r.id == rule_id)
-    found = np.ones(_grid().shape[1], bool)
-    for axis, values in rule.when.items():
-        wanted = [AXES[axis].index(v) for v in values.split()]
-        found &= np.isin(_grid()[NAMES.index(axis)], wanted)
-    return found
+    """Which cells a rule matches, in order."""
+    return _cube(rule_id).ravel()[_order()]
 
 
 def _any(rules: Iterable[Rule]) -> np.ndarray:
@@ -110,7 +119,7 @@ def part_of(cell: Cell) -> str:
     """Which of the files of slow tests has a cell."""
     if cell.devices == "mesh":
         return "mesh"
-    return "pairs" if cell.attention == "xla" else "kernels"
+    return "kernels" if cell.attention in ("gpu", "tpu") else "pairs"
 
 
 def part(name: str) -> list[Cell]:
@@ -120,15 +129,20 @@ def part(name: str) -> list[Cell]:
 
 def reasons(a: str, x: str, b: str, y: str) -> list[Rule]:
     """Few rules that together forbid every cell with two values; none where one is free."""
-    grid = _grid()
-    here = (grid[NAMES.index(a)] == AXES[a].index(x)) & (grid[NAMES.index(b)] == AXES[b].index(y))
-    if (here & free()).any():
+    where: list[slice | int] = [slice(None)] * len(NAMES)
+    where[NAMES.index(a)], where[NAMES.index(b)] = AXES[a].index(x), AXES[b].index(y)
+    here = {r: _cube(r.id)[tuple(where)] for r in RULES}
+
+    def forbid(rules: list[Rule]) -> bool:
+        return bool(np.any([here[r] for r in rules], axis=0).all())
+
+    if not forbid(list(RULES)):
         return []
-    found = [r for r in RULES if (here & _matched(r.id)).any()]
+    found = [r for r in RULES if here[r].any()]
     # Those that forbid least go first.
-    for rule in sorted(found, key=lambda r: np.count_nonzero(here & _matched(r.id))):
+    for rule in sorted(found, key=lambda r: np.count_nonzero(here[r])):
         others = [r for r in found if r is not rule]
-        if not (here & ~_any(others)).any():
+        if forbid(others):
             found = others
     return found
 

@@ -16,7 +16,7 @@ from kvrt.serving.beams.spec import BeamSpec
 from kvrt.serving.request import Request
 from tests.matrix import drafted, reused
 from tests.matrix.axes import Cell
-from tests.matrix.build import build, extend_of, policy_of, sizes_of
+from tests.matrix.build import build, extend_of, policy_of, scored_of, sizes_of
 from tests.matrix.plaincache import PlainSeq
 from tests.matrix.plainmodel import STATES, drawn
 from tests.matrix.tolerance import Different, Judge
@@ -235,16 +235,19 @@ class EngineHistory:
         """The logits of a request, in the chunks in which they were computed."""
         tokens, found = self.tokens[name], iter(self.logits[name])
         n_prompt = len(tokens) - len(self.logits[name])
-        seq, n_done = self.begun(tokens, self.chunks[name][0][0])
+        seq, n_done = self.begun(tokens, self.chunks[name][0][0], n_prompt)
         for start, n in self.chunks[name]:
             if start != n_done:
                 raise Different(f"request {name}: a chunk at {start}, wanted {n_done}")
             n_done += n
-            wanted = self.stepped(seq, tokens[start : start + n])
+            part = tokens[start : start + n]
+            more = seq.one_by_one(part) if scored_of(self.cell) else 0.0
+            wanted = self.stepped(seq, part)
             if start + n >= n_prompt:
-                self.judge(f"request {name}, position {start + n - 1}", next(found), wanted)
+                where = f"request {name}, position {start + n - 1}"
+                self.judge(where, next(found), wanted, wanted + more)
 
-    def begun(self, tokens: list[int], n: int) -> tuple[PlainSeq, int]:
+    def begun(self, tokens: list[int], n: int, n_prompt: int) -> tuple[PlainSeq, int]:
         """The oracle of a request that begins with a hit of n tokens, and n."""
         told = self.cell, policy_of(self.cell), extend_of(self.cell)
         if self.cell.state != "chunks":
@@ -253,6 +256,7 @@ class EngineHistory:
             seq, n_blended = reused.BlendedSeq(*told), min(n, reused.ENDS[-1])
             if n_blended:
                 seq.blend(n_blended)
+        seq.n_whole = n_prompt
         for part in pieces(tokens[n_blended:n], 8):
             seq.hold(part)
         return seq, n
@@ -268,7 +272,7 @@ class EngineHistory:
         """The texts of a beam search, each of which the oracle computes by itself."""
         prompt = self.tokens[name]
         n = len(prompt)
-        seq, _ = self.begun(prompt, self.chunks[name][0][0])
+        seq, _ = self.begun(prompt, self.chunks[name][0][0], n)
         known: dict[tuple[int, ...], tuple[PlainSeq, np.ndarray]] = {}
         for start, size in self.chunks[name]:
             if start < n:
@@ -309,7 +313,7 @@ def engine_history(cell: Cell, made: Any, folder: Path) -> float:
         at.step()
     # Of whole chunks before its last token a layer of chunks alone needs nothing: two are too many.
     n_b = 23 if cell.layers == "chunked" else 30
-    n_folds = 10
+    n_folds = 34 if cell.attention == "sparse" else 10  # a hit is a block, of 16
     if by_channel:  # a hit is a block of 32 tokens
         n_b = n_folds = 34
     at.ask("b", drawn(1, n_b if drops else n_folds if folds else 7), 12 if is_drafted else 3)
@@ -321,8 +325,9 @@ def engine_history(cell: Cell, made: Any, folder: Path) -> float:
     if cell.decode in ("fork", "shared"):
         at.compare("fork")
     if cell.decode == "shared" and not (drops or cell.policy == "extend_cache"):
-        # What they share nobody moves.
-        if cell.layers not in STATES and not at.made.stats().reads["read_once"]:
+        # What they share nobody moves; of a head's slots nobody else reads.
+        reads = cell.layers not in STATES and scored_of(cell) is None
+        if reads and not at.made.stats().reads["read_once"]:
             raise Different("nothing was read once for both")
     if cell.decode == "beams":
         at.compare_search("a", n_predict)
@@ -362,7 +367,8 @@ def _evict(at: EngineHistory, *, folds: bool) -> None:
     What SelfExtend moved is not kept, so that short texts alone need the place of others.
     """
     n_tokens = 12 if folds else 47
-    if folds and at.cell.dtype == "kivi4":  # whole blocks, and no round of SelfExtend
+    large = at.cell.dtype == "kivi4" or at.cell.attention == "sparse"
+    if folds and large:  # whole blocks, and no round of SelfExtend
         n_tokens = 40
     pools = at.made.space.pools
     held = [(p, key) for p in pools for block in range(p.n_blocks) for key in p.keys(block)]

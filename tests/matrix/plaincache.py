@@ -4,6 +4,7 @@ What is stored is rounded to its KV dtype, number by number; all else is float64
 are float16, and in an engine 32 of them are quantized together when the last of them is stored.
 """
 
+import copy
 import dataclasses
 
 import ml_dtypes
@@ -16,6 +17,9 @@ from tests.store import plaincodec
 
 # Tokens of a block of an engine with keys by channel.
 RUN = 32
+# Sparse reads: cells that a step of one token reads of a kv head, those among them that it always
+# does, and the channels by which the others are chosen.
+N_READ, N_SINK, N_RECENT, CHANNELS = 32, 4, 8, (0, 1)
 FLOATS = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
 
 
@@ -58,6 +62,23 @@ def sees(mask, k, q):
     return (k <= q) & (near[mask.kind] | (k < mask.n_sink))
 
 
+def read_sparsely(q, keys, pos):
+    """Which of n tokens, the last of which is the query's own, each query head reads. [n, Q]
+
+    By their scores in some channels: softmax of each query head, summed over those of a kv head.
+    """
+    n, of = len(pos), list(CHANNELS)
+    by_kv = q.reshape(N_KV, -1, D)[:, :, of]
+    s = np.einsum("hgc,nhc->hgn", by_kv, keys[:-1][:, :, of]) * D**-0.5
+    s = np.exp(s - s.max(2, keepdims=True))
+    weights = (s / s.sum(2, keepdims=True)).sum(1)
+    weights[:, (pos[:-1] < N_SINK) | (pos[:-1] >= pos[-1] - N_RECENT)] = np.inf
+    first = np.argsort(-weights, axis=1, kind="stable")[:, :N_READ]
+    found = np.arange(n)[:, None] == n - 1  # itself
+    found = found | (np.arange(n)[:, None, None] == first).any(2)
+    return np.repeat(found, N_HEADS // N_KV, axis=1)
+
+
 class PlainSeq:
     """One sequence of a cell of the matrix."""
 
@@ -67,6 +88,7 @@ class PlainSeq:
         # In an engine keys by channel are quantized in runs, with those of dropped tokens.
         self.runs = cell.is_engine and cell.dtype.startswith("kivi")
         self.n_stored, self.dropped = 0, []
+        self.n_whole = 0  # tokens of an engine's prompt, which read all
         self.state = plainmodel.state_of(cell.layers)
         shapes = plainmodel.STATES[self.state or "recurrent"]
         self.window, self.total = (np.zeros(shape) for shape in shapes)
@@ -166,9 +188,22 @@ class PlainSeq:
         self.divide()
         self.settle()
         own, q = self.own(tokens)
-        out = np.stack([self.logits(t, q, own[0].pos, own) for t in range(len(tokens))])
+        out = np.stack([self.logits(t, q, own) for t in range(len(tokens))])
         self.store(own)
         return out
+
+    def one_by_one(self, tokens):
+        """What the last of a step's tokens has more if it sees those before it as stored.
+
+        A step may take tokens so in layers that keep them by score. The sequence stays as it is.
+        """
+        (own, q), last = self.own(tokens), len(tokens) - 1
+        full = [m for m in plainmodel.masks_of(self.cell.layers) if m.kind == "full"]
+        together = self.attended(last, q, own, full)
+        seq = copy.deepcopy(self)
+        if last:
+            seq.store(own[:last])
+        return seq.attended(0, q[last:], own[last:], full) - together
 
     def hold(self, tokens):
         """Takes in tokens that were computed before, whose logits nobody wants."""
@@ -198,13 +233,17 @@ class PlainSeq:
         self.quantize(range(before // RUN, self.n_stored // RUN) if self.runs else ())
         self.states[len(self.rows)] = self.window, self.total
 
-    def logits(self, t, q, first, own):
-        out = self.recur(q[t].ravel()) if self.state else 0.0
-        rows = self.rows + own[: t + 1]
+    def logits(self, t, q, own):
+        state = self.recur(q[t].ravel()) if self.state else 0.0
+        return state + self.attended(t, q, own, plainmodel.masks_of(self.cell.layers))
+
+    def attended(self, t, q, own, masks):
+        """What layers with these masks give the t-th of some new tokens."""
+        rows, first, out = self.rows + own[: t + 1], own[0].pos, 0.0
         pos = np.array([row.pos for row in rows])
         keys, values = np.stack([r.k for r in rows]), np.stack([r.v for r in rows])
         is_rotated = (np.arange(len(rows)) < len(self.rows)) & (self.cell.rope == "write")
-        asked = [(q[t], mask) for mask in plainmodel.masks_of(self.cell.layers)]
+        asked = [(q[t], mask) for mask in masks]
         if plainmodel.shares(self.cell.layers):
             asked += [(q[t][::-1], mask) for _, mask in asked]
         by_head = np.repeat(values, N_HEADS // values.shape[1], axis=1)
@@ -213,6 +252,9 @@ class PlainSeq:
             if plainmodel.is_latent(self.cell.layers):
                 scores = scores + np.einsum("hd,nhd->nh", query[::-1], by_head) * D**-0.5
             scores = np.where(sees(mask, pos, first + t)[:, None], scores, -np.inf)
+            chooses = len(own) == 1 and self.n_stored >= self.n_whole and mask.kind == "full"
+            if self.cell.attention == "sparse" and chooses:
+                scores = np.where(read_sparsely(rotated(query, first), keys, pos), scores, -np.inf)
             weights = np.exp(scores - scores.max(0))
             weights /= weights.sum(0)
             out = out + np.einsum("nh,nhd->hd", weights, by_head).ravel()

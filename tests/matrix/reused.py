@@ -114,6 +114,14 @@ class BlendedSeq:
     def n_past(self) -> int:
         return self.behind.n_past
 
+    @property
+    def n_whole(self) -> int:
+        return self.behind.n_whole
+
+    @n_whole.setter
+    def n_whole(self, n: int) -> None:
+        self.front.n_whole = self.behind.n_whole = n
+
     def blend(self, n: int) -> None:
         """Takes in the first n tokens of the chunks."""
         self.front.hold(PROMPT[:n])

@@ -15,9 +15,9 @@ from tests.matrix import covering
 from tests.matrix.axes import AXES, MEANING, RULES, Cell, Rule
 from tests.matrix.families import FAMILIES, LIMIT
 from tests.matrix.judged import assert_equal, assert_ruled
-from tests.matrix.plaincache import PlainSeq
+from tests.matrix.plaincache import N_READ, PlainSeq
 from tests.matrix.plainmodel import drawn, masks_of
-from tests.matrix.tolerance import tolerance
+from tests.matrix.tolerance import TOLERANCE, tolerance
 
 EQUAL = (
     Cell(),
@@ -39,9 +39,13 @@ EQUAL = (
     Cell(layers="full+delta", state="checkpoints"),
     Cell(where="engine_paged", layers="full+delta", state="prefix"),
     Cell(where="engine_paged", dtype="kivi4", state="prefix"),
+    Cell(policy="h2o", layers="full+window", state="session"),
 )
 # Made, or refused, without compiling anything.
-QUICK = ("R1", "R3", "R5", "R7", "R8", "R9", "R11", "R13", "R16", "R19", "R23", "R24", "R25", "R26")
+QUICK = (
+    *("R1", "R3", "R5", "R7", "R8", "R9", "R11", "R13", "R16", "R19", "R23", "R24", "R25", "R26"),
+    *("R28", "R30", "R34", "R41"),
+)
 
 
 @pytest.mark.parametrize("cell", EQUAL, ids=str)
@@ -77,7 +81,9 @@ def test_the_axes_have_what_kvrt_has():
     """A new policy, KV dtype or mask joins the matrix."""
     assert {*get_args(KVDtype), "kivi4"} == set(AXES["dtype"])
     extends = {f"extend_{kind}" for kind in get_args(ExtendKind)}
-    assert {"none", *POLICIES} | extends == set(AXES["policy"])
+    # Policies by score differ in what they evict, and here nothing is: one that sums over all
+    # queries, and one that looks at the last of them.
+    assert {"none", *POLICIES, "h2o", "snapkv"} | extends == set(AXES["policy"])
     masks = {mask.kind for name in AXES["layers"] for mask in masks_of(name)}
     # No runtime has layers that see what comes later.
     assert masks == set(get_args(MaskKind)) - {"symmetric"}
@@ -135,6 +141,16 @@ def test_a_wrong_cell_is_seen(dtype, how):
     wrong.rows = damaged(wrong.rows, how, n)
     off = [np.abs(right.step([i]) - wrong.step([i])).max() for i in range(6)]
     assert max(off) > max(tolerance(cell), tolerance(Cell("attention_sinks", dtype=dtype)))
+
+
+def test_the_oracle_reads_what_it_chose():
+    """Of sparse reads: what a step of one token reads of a text that has more, and no other."""
+    dense, sparse = (PlainSeq(Cell(attention=x), None, None) for x in ("xla", "sparse"))
+    for seq in (dense, sparse):
+        seq.hold(drawn(2, N_READ))
+    assert np.abs(dense.step([1]) - sparse.step([1])).max() == 0
+    assert np.abs(dense.step([2]) - sparse.step([2])).max() > 10 * TOLERANCE["f32"]
+    assert np.abs(dense.step([3, 4]) - sparse.step([3, 4])).max() == 0
 
 
 def test_the_page_of_what_is_supported_is_up_to_date():

@@ -23,7 +23,8 @@ from kvrt.program.labels.arrays import label_plan
 from kvrt.serving.request import Request
 from kvrt.serving.scheduling.step_plan import Rules
 from tests.marks import first_fast
-from tests.serving.engines import WINDOWS, served_texts
+from tests.serving import engines
+from tests.serving.engines import MODELS, WINDOWS, served_texts
 from tests.sharedlm import SharedLm
 from tests.toys import ToyLm
 
@@ -165,3 +166,18 @@ def test_what_an_engine_cannot_read_sparsely_is_refused_when_it_is_made():
         with pytest.raises(BadConfig, match=says) as found:
             Engine(model, quest, options)
         assert "\n" not in str(found.value)
+
+
+def test_what_a_prompt_left_is_found_at_its_checkpoints():
+    """A state moves on with what was sampled, which read some cells; its checkpoints stay."""
+    model, many = MODELS["recurrent"](), {"n_dense": 0, "channels": (((0, 3),),) * 3}
+    select = dataclasses.replace(SELECTS["double_sparsity"], **many)
+    begin = [x % 32 for x in BEGIN]
+    config = config_of(select, n_checkpoints=4, n_seq_max=1)
+    engine = Engine(model, config, EngineConfig(mode="cell"))
+    served(engine, [begin])
+    asked, texts = Request(id="a", tokens=(*begin, 5, 6), n_predict=N_NEW), []
+    for salt, n_found in ((b"another", 0), (b"", len(begin))):
+        texts += engines.served(engine, [dataclasses.replace(asked, salt=salt)]).values()
+        assert engine.stats().prefix["hit"] == n_found
+    assert texts[0] == texts[1]

@@ -14,6 +14,7 @@ from kvrt.cellcache.group import CellGroup
 from kvrt.cellcache.saved import SavedCells
 from kvrt.cells.cells import owned, owner_bits
 from kvrt.cells.edits import Copy, Remove
+from kvrt.config import MAX_POS
 from kvrt.errors import CannotRewind
 
 
@@ -109,6 +110,15 @@ def plan_shared(before: CacheContents, edit: Copy, checkpoint: Checkpoint) -> Ca
         history=history.apply(before.history, edit),
         checkpoints=kept,
     )
+
+
+def plan_shared_before(before: CacheContents, edit: Copy) -> CacheContents | None:
+    """`plan_shared` of a copy up to the last checkpoint that it has; None where it has none."""
+    end = MAX_POS if edit.p1 is None else edit.p1
+    checkpoint = checkpoints.nearest(before.checkpoints, edit.src, end)
+    if checkpoint is None:
+        return None
+    return plan_shared(before, dataclasses.replace(edit, p1=checkpoint.pos), checkpoint)
 
 
 def without_newest(before: CacheContents, seq_id: int) -> CacheContents:

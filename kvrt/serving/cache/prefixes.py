@@ -294,7 +294,7 @@ class CellPrefixes:
     def _copied(self, seq_id: int) -> tuple[int, CacheContents] | None:
         """A number, and the contents in which it has what can be found of a sequence.
 
-        None where a window has moved beyond that.
+        None where a window has moved beyond that, and no checkpoint stands before it.
         """
         if not self._free:
             self._evict_oldest()
@@ -302,7 +302,9 @@ class CellPrefixes:
         try:
             after, _ = contents.apply(self._host.contents, edit)
         except CannotRewind:
-            return None
+            if (after := rewind.plan_shared_before(self._host.contents, edit)) is None:
+                return None
+            self._bare.add(edit.dst)
         return self._free.pop(), after
 
     def _without_prefixes(self, before: CacheContents, seq_id: int) -> CacheContents:
