@@ -7,7 +7,9 @@ from kvrt.errors import BadConfig
 from kvrt.store.shards import Shards
 
 
-def check_cache(groups: Sequence[GroupSpec], config: CacheConfig, shards: Shards | None) -> None:
+def check_index_reads(
+    groups: Sequence[GroupSpec], config: CacheConfig, shards: Shards | None
+) -> None:
     """Refuses caches whose cells an indexer does not find.
 
     Raises:

@@ -11,7 +11,8 @@ from kvrt.errors import UnsupportedModel
 from kvrt_models import spec
 from kvrt_models.header import Header
 from kvrt_models.hf import rope as hf_rope
-from kvrt_models.spec import Experts, Indexer, Latent, Layers
+from kvrt_models.layers.latent_sizes import Indexer, Latent
+from kvrt_models.spec import Experts, Layers
 
 _V3 = ("deepseek_v3", "deepseek_v32")
 # The family whose queries choose what they read, and what its files call such a layer.

@@ -14,8 +14,9 @@ from flax import nnx
 
 from kvrt.arrays import Array, Float
 from kvrt.attention.contract import Attend
+from kvrt_models.layers.latent_sizes import Indexer, Latent
 from kvrt_models.layers.linear import Linear, Matrix, layer_norm, rms_norm
-from kvrt_models.spec import DecoderSpec, Indexer, Latent
+from kvrt_models.spec import DecoderSpec
 
 # Of the norm of index keys, whatever the file says of others.
 _KEY_EPS = 1e-6

@@ -10,7 +10,8 @@ import numpy as np
 
 from kvrt_models.layers import expert_tensors, ssm
 from kvrt_models.layers.gemma.sizes import LayerInputs
-from kvrt_models.spec import DecoderSpec, Latent
+from kvrt_models.layers.latent_sizes import Latent
+from kvrt_models.spec import DecoderSpec
 
 # GGUF names of a block's tensors and what Hugging Face calls them.
 _BLOCK_NAMES = {
