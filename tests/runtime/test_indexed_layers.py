@@ -210,11 +210,12 @@ def test_a_cache_that_an_indexer_cannot_rank_is_refused(says):
 
 def test_what_is_not_built_is_refused():
     config, not_built = CacheConfig(**SIZES), "not built for a model whose layers choose what"
-    for mode in ("cell", "paged"):
-        raises(
-            f"an Engine: {not_built}",
-            lambda mode=mode: Engine(model(), config, EngineConfig(mode=mode)),
-        )
+    options = {
+        "an Engine in blocks, whose lists differ by pool": EngineConfig(mode="paged"),
+        "shared_reads": EngineConfig(mode="cell", shared_reads=True),
+    }
+    for what, said in options.items():
+        raises(f"{what}: {not_built}", lambda x=said: Engine(model(), config, x))
     raises(
         "an indexer ranks all cells of a sequence together",
         lambda: Runtime(model(), config, mesh=MeshSpec()),

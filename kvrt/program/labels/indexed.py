@@ -43,5 +43,5 @@ def refuse_with(what: str, groups: Sequence[GroupSpec]) -> None:
     if has_indexer(groups):
         raise BadConfig(
             f"{what}: not built for a model whose layers choose what they read by an indexer "
-            "(DeepSeek-V3.2); use a Runtime without it"
+            "(DeepSeek-V3.2); use a Runtime, or an Engine in mode='cell', without it"
         )
