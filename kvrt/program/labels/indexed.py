@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from kvrt.config import CacheConfig, GroupSpec
 from kvrt.errors import BadConfig
+from kvrt.kv_types import any_by_channel
 from kvrt.store.shards import Shards
 
 
@@ -13,7 +14,7 @@ def check_index_reads(
     """Refuses caches whose cells an indexer does not find.
 
     Raises:
-      BadConfig: a mesh divides them, or keys have positions beside their own.
+      BadConfig: a mesh divides them, keys have positions beside their own, or are by channel.
     """
     if not has_indexer(groups):
         return
@@ -21,6 +22,11 @@ def check_index_reads(
         raise BadConfig(
             "an indexer ranks all cells of a sequence together, and a mesh has some on each "
             "device; leave mesh out"
+        )
+    if any_by_channel(config.type_k):
+        raise BadConfig(
+            "keys by channel change when the last of a group comes, and with them the tokens that "
+            "an indexer chooses; use a KV dtype by token"
         )
     if config.self_extend is not None and config.self_extend.kind == "paper":
         raise BadConfig(
