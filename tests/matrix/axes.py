@@ -18,7 +18,7 @@ AXES = {
     "layers": (
         *("full", "window", "sink_window", "chunked", "recurrent", "shared", "latent", "produced"),
         *("full+window", "full+wide_window", "full+chunked", "full+recurrent"),
-        *("window+recurrent", "full+delta", "indexed"),
+        *("window+recurrent", "full+delta"),
     ),
     "devices": ("one", "mesh"),
     "attention": ("xla", "gpu", "tpu"),
@@ -36,8 +36,8 @@ MEANING = {
     "`wide_window`), the same with 2 sinks, chunks of 12, a recurrent state, or one of the gated "
     "delta rule (`delta`), all positions with a second layer that reads the keys and values of the "
     "first (`kv_of`), or with two that read those of a layer without queries, as in YOCO "
-    "(`produced`), all positions with a latent, of which values are a view (`latent_rank`), the same "
-    "with queries that read 16 tokens by an indexer (`indexed`), and mixtures",
+    "(`produced`), all positions with a latent, of which values are a view (`latent_rank`), and "
+    "mixtures",
     "devices": "one device, or a mesh of `tensor=2,context=2`",
     "attention": "XLA, the GPU's kernel and the TPU's kernel, both interpreted",
     "state": "nothing more; saved in a file and read into another object; blocks offloaded to the "
@@ -179,7 +179,7 @@ REFUSED = (
     ),
     Rule(
         "R23",
-        {"layers": "latent indexed", "attention": "gpu tpu"},
+        {"layers": "latent", "attention": "gpu tpu"},
         "refused",
         "read their keys from two arrays, kernels from one; use attention='chunked'",
         "a latent is values and a part of the keys, the rotated part lies in another array, and "
@@ -246,50 +246,6 @@ REFUSED = (
         "refused",
         "a private prefix is found as long as nothing of it moves, and its policy or SelfExtend",
         "a request finds its blended chunks again by what it has in front of them, so they stay",
-    ),
-    Rule(
-        "R28",
-        {"layers": "indexed", "where": "engine_paged"},
-        "refused",
-        "an Engine in blocks, whose lists differ by pool: not built .*; use a Runtime",
-        "index keys and latents lie in pools of their own, and a token is known by its place in a "
-        "list of blocks (issue 21)",
-    ),
-    Rule(
-        "R29",
-        {"layers": "indexed", "devices": "mesh"},
-        "refused",
-        "an indexer ranks all cells of a sequence together, .* leave mesh out",
-        "the best of all devices are not the best of each (issue 21)",
-    ),
-    Rule(
-        "R30",
-        {"layers": "indexed", "policy": "extend_paper"},
-        "refused",
-        "compares far keys by grouped positions, and an indexer .*; use the kind cache",
-        "an indexer was trained to rank tokens by exact positions",
-    ),
-    Rule(
-        "R31",
-        {"layers": "indexed", "state": "chunks"},
-        "refused",
-        "a blend of chunks: not built .*; use a Runtime",
-        "tokens that are computed again behind a check layer choose anew, and nobody has said of "
-        "which index keys (issue 21)",
-    ),
-    Rule(
-        "R32",
-        {"layers": "indexed", "decode": "shared"},
-        "refused",
-        "shared_reads: not built .*; use a Runtime",
-        "each query reads cells of its own, so nothing is read once for several (issue 21)",
-    ),
-    Rule(
-        "R33",
-        {"layers": "indexed", "dtype": "kivi4"},
-        "refused",
-        "keys by channel change when the last of a group comes, .*; use a KV dtype by token",
-        "what a query chose would depend on how far a group is, and near scores change places",
     ),
     Rule(
         "N1",

@@ -37,9 +37,6 @@ NOT_DRAFTED = {
     "see each other's latents as they were computed": Cell(
         where="engine_paged", layers="latent", dtype="int8", speculation="wrong"
     ),
-    "drafts: not built for a model whose layers choose": Cell(
-        layers="indexed", speculation="ngram"
-    ),
 }
 
 

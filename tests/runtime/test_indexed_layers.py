@@ -25,6 +25,7 @@ from kvrt import (
 from kvrt.attention.select.indexer import choose_places
 from kvrt.errors import BadConfig, SessionMismatch
 from kvrt.policies.scored import H2O
+from kvrt.session import described
 from tests.indexedlm import INDEX, N_CELLS, PLAIN, IndexedLm, PlainIndexed
 from tests.latentlm import ROPE, Plain, rotated
 
@@ -152,7 +153,7 @@ def test_a_session_has_index_keys(tmp_path):
     at.restore(session.read(tmp_path / "x.kv"), {0: 2})
     read(at, oracle, TEXT[20:23], 2)
     said = [{**group} for group in snapshot.fingerprint["groups"]]
-    assert "indexed" not in said[1]
+    assert "indexed" not in said[1] and described.groups(snapshot.fingerprint) == model().groups
     said[0] |= {"indexed": {**said[0]["indexed"], "n_cells": 6}}
     other = dataclasses.replace(snapshot, fingerprint={**snapshot.fingerprint, "groups": said})
     with pytest.raises(SessionMismatch, match=r"indexed.n_cells is 6 in the session and 5 here"):
@@ -172,10 +173,10 @@ def test_quantized_index_keys_choose_nearly_the_same():
 def test_chosen_places_are_those_of_a_sort(n_cells):
     rng = np.random.default_rng(0)
     scores = rng.integers(-3, 4, (6, 30)).astype(np.float32) * np.float32(0.5)
-    scores[0, 3], scores[1] = np.nan, 0.0
+    scores[0, 3], scores[0, 4], scores[1] = np.nan, -np.float32(np.nan), 0.0
     scores[1, ::3] = -0.0
     seen = rng.random((6, 30)) < 0.6
-    seen[0, 3], seen[5] = True, False
+    seen[0, 3:5], seen[5] = True, False
     pos = rng.permutation(30)[None].astype(np.int32)
     pos[0, 7] = pos[0, 11]
     found = np.asarray(choose_places(jax.numpy.asarray(scores), seen, pos, n_cells))
