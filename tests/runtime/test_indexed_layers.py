@@ -92,6 +92,14 @@ def test_logits_are_those_of_sorted_scores(rope):
     jax.tree.map(np.testing.assert_array_equal, latents, keys)
 
 
+@pytest.mark.parametrize("rope", ["write", SLOW("read")])
+def test_long_lists_are_gathered_and_short_ones_masked(rope):
+    """Of 5 tokens each: up to 40 cells all are read once, beyond them those that were chosen."""
+    at, oracle = runtime(rope=rope), PlainIndexed(model())
+    read(at, oracle, TEXT[:61])
+    np.testing.assert_allclose(at.decode({0: 3})[0], oracle.step([3])[0], atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("wrong", ["later of equals", "recent"])
 def test_another_choice_is_seen(wrong):
     """The controls: equal scores go to the lower position, and which are chosen counts."""
