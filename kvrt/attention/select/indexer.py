@@ -213,7 +213,7 @@ def _masked(args: AttendArgs, chosen: Bool[Array, "T P"]) -> Float[Array, "T Q D
     q = qkv.q.astype(jnp.float32).reshape(1, n_tokens * n_q, d)
 
     def add(part: softmax.Partial, k: Array, v: Array, visible: Array) -> softmax.Partial:
-        s = softmax.scores(q, k, group.score_scale, group.soft_cap)
+        s = softmax.behind_latent(v, q, k, group.score_scale, group.soft_cap)
         return softmax.add_tile(part, s, v, jnp.repeat(visible, n_q, axis=0)[None])
 
     def block(i: Array, part: softmax.Partial) -> softmax.Partial:
@@ -221,7 +221,7 @@ def _masked(args: AttendArgs, chosen: Bool[Array, "T P"]) -> Float[Array, "T Q D
         keys, values = tile_of.keys(kv.k, ids), tile_of.values(kv.v, ids)
         keys = keys if how.rope is None else how.rope.rotate_cells(keys, ids)
         visible = lax.dynamic_slice_in_dim(chosen, i * b, b, axis=1)
-        return add(part, tile_of.behind_latent(keys, values), values, visible)
+        return add(part, keys, values, visible)
 
     part = softmax.empty(1, n_tokens * n_q, qkv.v.shape[2])
     part = lax.fori_loop(0, view.n_blocks, block, part)
@@ -248,10 +248,10 @@ def _gathered(args: AttendArgs, chosen: Bool[Array, "T P"], n_cells: int) -> Flo
         keys, values = (jnp.moveaxis(x, 0, 1) for x in kv_store.read_kv(store, 0, slots))
         keys = jnp.swapaxes(keys, 1, 2)
         keys = keys if how.rope is None else how.rope.rotate_slots(keys, slots)
-        part, cached = softmax.empty(1, n_q, values.shape[2]), tile_of.behind_latent(keys, values)
-        for tile, visible in (((cached, values), there), (_own_tile(qkv), sees)):
-            s = softmax.scores(q[None], tile[0], group.score_scale, group.soft_cap)
-            part = softmax.add_tile(part, s, tile[1], jnp.broadcast_to(visible, s.shape))
+        part = softmax.empty(1, n_q, values.shape[2])
+        for (k, v), visible in (((keys, values), there), (_own_tile(qkv), sees)):
+            s = softmax.behind_latent(v, q[None], k, group.score_scale, group.soft_cap)
+            part = softmax.add_tile(part, s, v, jnp.broadcast_to(visible, s.shape))
         return softmax.finish(part, sinks)[0][0]
 
     tokens = jnp.arange(n_tokens, dtype=jnp.int32)
