@@ -31,7 +31,7 @@ from kvrt.store import tile as tile_of
 _PIECE = 64
 # Lists of more than so many times the cells that are read have these gathered for each token; in
 # shorter ones all cells are read once for all tokens, and those that were not chosen are masked.
-# Measured on a CPU, 64 tokens of 16 heads, 512 and 2,048 of 7,000 cells: as fast at 8 to 9 times.
+# About where both take as long on a CPU: `python -m scripts.bench.layers.indexer`.
 _GATHERED = 8
 
 
