@@ -52,7 +52,7 @@ def scores(
     return capped(s, soft_cap)
 
 
-def behind_latent(
+def latent_scores(
     latent: Float[Array, "L B R"], q: Array, k: Array, scale: float, cap: float | None
 ) -> Float[Array, "L P B"]:
     """As `scores`, of keys that a cache has behind a latent, or of whole ones.

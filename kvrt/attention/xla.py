@@ -140,7 +140,7 @@ def _add_tile(
       group: scale and soft cap.
     """
     visible, *near = (_for_heads(x, queries[0].shape[1] // x.shape[1]) for x in sees)
-    compare = functools.partial(softmax.behind_latent, v) if group.latent_rank else softmax.scores
+    compare = functools.partial(softmax.latent_scores, v) if group.latent_rank else softmax.scores
     sources = [
         functools.partial(compare, x, y, group.score_scale, group.soft_cap)
         for x, y in zip(queries, keys, strict=True)
@@ -199,7 +199,7 @@ def _over_lists(
             rope, keys = ropes[side], stored
             if rope is not None:
                 keys = jax.vmap(rope.rotate_cells)(keys, ids)
-            latent = functools.partial(softmax.behind_latent, _lanes(values))
+            latent = functools.partial(softmax.latent_scores, _lanes(values))
             compare = latent if group.latent_rank else softmax.scores
             return compare(heads[side], _lanes(keys), group.score_scale, group.soft_cap)
 

@@ -213,7 +213,7 @@ def _masked(args: AttendArgs, chosen: Bool[Array, "T P"]) -> Float[Array, "T Q D
     q = qkv.q.astype(jnp.float32).reshape(1, n_tokens * n_q, d)
 
     def add(part: softmax.Partial, k: Array, v: Array, visible: Array) -> softmax.Partial:
-        s = softmax.behind_latent(v, q, k, group.score_scale, group.soft_cap)
+        s = softmax.latent_scores(v, q, k, group.score_scale, group.soft_cap)
         return softmax.add_tile(part, s, v, jnp.repeat(visible, n_q, axis=0)[None])
 
     def block(i: Array, part: softmax.Partial) -> softmax.Partial:
@@ -250,7 +250,7 @@ def _gathered(args: AttendArgs, chosen: Bool[Array, "T P"], n_cells: int) -> Flo
         keys = keys if how.rope is None else how.rope.rotate_slots(keys, slots)
         part = softmax.empty(1, n_q, values.shape[2])
         for (k, v), visible in (((keys, values), there), (_own_tile(qkv), sees)):
-            s = softmax.behind_latent(v, q[None], k, group.score_scale, group.soft_cap)
+            s = softmax.latent_scores(v, q[None], k, group.score_scale, group.soft_cap)
             part = softmax.add_tile(part, s, v, jnp.broadcast_to(visible, s.shape))
         return softmax.finish(part, sinks)[0][0]
 
