@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from kvrt.runtime.generate import After, GenerationSpec, Token
     from kvrt.runtime.prompt_cache import PromptCache, Served
     from kvrt.runtime.runtime import Runtime
-    from kvrt.select_spec import DoubleSparsity, Quest, Select
+    from kvrt.select_spec import DoubleSparsity, Indexed, Quest, Select
     from kvrt.serving.beams.spec import BeamSpec
     from kvrt.serving.config import EngineConfig
     from kvrt.serving.engine import Engine
@@ -127,6 +127,7 @@ _HOMES = {
     "Stats": "cache.stats",
     "Token": "runtime.generate",
     "DoubleSparsity": "select_spec",
+    "Indexed": "select_spec",
     "Quest": "select_spec",
     "Select": "select_spec",
     "attend": "attention",
@@ -159,6 +160,7 @@ __all__ = [
     "EngineStats",
     "GenerationSpec",
     "GroupSpec",
+    "Indexed",
     "LayerAttention",
     "LayerKV",
     "LayerSkip",

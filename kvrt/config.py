@@ -10,8 +10,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
+from kvrt.cache_rules import check_checkpoints, check_types
 from kvrt.errors import BadConfig
-from kvrt.group_rules import check_latent, check_shared
+from kvrt.group_rules import check_indexed, check_latent, check_shared
 from kvrt.kv_types import (
     CHANNEL_CODECS,
     CODECS,
@@ -22,7 +23,7 @@ from kvrt.kv_types import (
     any_quantized,
     by_group,
 )
-from kvrt.select_spec import Select, check_config
+from kvrt.select_spec import Indexed, Select, check_config
 from kvrt.state_arrays import StateArray, check_state
 
 RopeMode = Literal["write", "read"]
@@ -166,6 +167,7 @@ class GroupSpec:
       latent_rank: values are the first so many channels of the keys, which all query heads share,
         and RoPE begins behind them (MLA): head_dim numbers a token are kept and none twice. `scale`
         has to be given. 0 is keys and values apart.
+      indexed: queries read the cells that an indexer scores highest (DeepSeek-V3.2); None is all.
 
     Source: arXiv:2405.12981 (CLA), arXiv:2406.09297 (MLKV), arXiv:2405.04434 (MLA).
     """
@@ -180,6 +182,7 @@ class GroupSpec:
     temperature: QueryTemperature | None = None
     kv_of: tuple[tuple[int, int], ...] = ()
     latent_rank: int = 0
+    indexed: Indexed | None = None
 
     def __post_init__(self) -> None:
         """Refuses empty groups, rotations wider than the head and layers that cannot share."""
@@ -188,6 +191,7 @@ class GroupSpec:
         _check_finite("a group", self)
         check_shared(self.layers, self.kv_of)
         check_latent(self.latent_rank, self.head_dim, self.n_kv_heads, self.scale)
+        check_indexed(self)
         if self.rope is not None:
             n_rot, d = self.rope.n_rot, self.dim_k
             what = "the channels behind latent_rank," if self.latent_rank else "head_dim"
@@ -352,8 +356,8 @@ class CacheConfig:
             _check(value >= 1, f"{name} is {value}; it must be at least 1")
         _check(self.n_ctx <= MAX_POS, f"n_ctx is {self.n_ctx}; the limit is {MAX_POS}")
         _check(self.n_seq_max <= MAX_SEQUENCES, f"n_seq_max is above {MAX_SEQUENCES}")
-        _check_types("type_k", self.type_k, get_args(KeyDtype))
-        _check_types("type_v", self.type_v, get_args(KVDtype))
+        check_types("type_k", self.type_k, get_args(KeyDtype))
+        check_types("type_v", self.type_v, get_args(KVDtype))
         for name, codec in CHANNEL_CODECS.items():
             _check(
                 name not in by_group(self.type_k) or self.block_size % codec.cells == 0,
@@ -368,7 +372,7 @@ class CacheConfig:
             "rope='write', or keys of a float type",
         )
         _check(self.n_rs_seq >= 0, f"n_rs_seq is {self.n_rs_seq}; it must not be negative")
-        _check_checkpoints(self)
+        check_checkpoints(self)
         check_config(self.select, self)
         threshold = self.defrag_threshold
         _check(0 <= threshold <= 1, f"defrag_threshold is {threshold}; it must lie in [0, 1]")
@@ -378,23 +382,3 @@ class CacheConfig:
             f"SelfExtend as in the paper rotates each key in two ways, rope is {self.rope!r}; "
             "use rope='read'",
         )
-
-
-def _check_checkpoints(config: CacheConfig) -> None:
-    """Refuses an interval that no step ends at, limits below 0 and limits of nothing."""
-    n, interval, n_bytes = config.n_checkpoints, config.checkpoint_interval, config.checkpoint_bytes
-    _check(n >= 0, f"n_checkpoints is {n}; it must not be negative")
-    for name, value in (("checkpoint_interval", interval), ("checkpoint_bytes", n_bytes)):
-        _check(value is None or n > 0, f"{name} is {value} without checkpoints; set n_checkpoints")
-        _check(value is None or value >= 0, f"{name} is {value}; it must not be negative")
-    _check(
-        not interval or interval >= config.n_ubatch,
-        f"checkpoint_interval is {interval} tokens, a step runs n_ubatch = {config.n_ubatch}; "
-        "raise the one or lower the other, or give 0 for the ends of appends alone",
-    )
-
-
-def _check_types(name: str, types: Any, known: tuple[str, ...]) -> None:
-    _check(isinstance(types, str | tuple) and len(types) > 0, f"{name} is {types!r}; give a type")
-    for found in (types,) if isinstance(types, str) else types:
-        _check(found in known, f"{name} is {found!r}; one of {', '.join(known)}")

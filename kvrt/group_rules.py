@@ -1,6 +1,10 @@
-"""Which layers can share keys and values, or keep them as one latent; `GroupSpec` asks."""
+"""Which layers can share keys and values, keep them as one latent, or choose what they read.
+
+`GroupSpec` asks of one group, and a cache's layout of all of them.
+"""
 
 from collections.abc import Sequence
+from typing import Any
 
 from kvrt.errors import BadConfig
 
@@ -48,6 +52,45 @@ def check_latent(rank: int, head_dim: int, n_kv_heads: int, scale: float | None)
         f"latent_rank {rank} without a scale; it comes from the heads that the latent stands for, "
         "1 / sqrt(d_nope + d_rope), and not from head_dim",
     )
+
+
+def check_indexed(group: Any) -> None:
+    """Refuses layers whose queries cannot choose what they read by an indexer.
+
+    Raises:
+      BadConfig: they keep no latent, see less than all, share keys, or have other index keys.
+    """
+    if group.indexed is None:
+        return
+    own = [layer for layer, _ in group.indexed.keys_of]
+    _check(
+        own == list(group.layers) and not group.kv_of,
+        f"indexed names index keys of layers {own}, the group has {list(group.all_layers)}; each "
+        "of them keeps its own latents and has index keys",
+    )
+    _check(
+        group.latent_rank > 0 and group.mask.kind == "full",
+        "an indexer chooses one set of cells for all heads of layers that keep a latent and see "
+        "every position; leave indexed out",
+    )
+
+
+def check_index_keys(groups: Sequence[Any]) -> None:
+    """Refuses index keys that no group keeps, or not as an indexer reads them.
+
+    Raises:
+      BadConfig: their layers are in no group of their own with a latent, in full view.
+    """
+    for group in groups:
+        if group.indexed is None:
+            continue
+        wanted = [keys for _, keys in group.indexed.keys_of]
+        (found, *_) = [*(g for g in groups if list(g.layers) == wanted), None]
+        _check(
+            found is not None and found.latent_rank > 0 and found.mask.kind == "full",
+            f"layers {wanted} keep index keys: they must be all layers of one group that sees "
+            "every position, what RoPE leaves alone as its latent (latent_rank)",
+        )
 
 
 def _check(ok: bool, message: str) -> None:

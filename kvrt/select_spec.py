@@ -1,4 +1,4 @@
-"""Sparse reads: which of a sequence's cells a decode step reads; frozen, checked when made."""
+"""Sparse reads: which of a sequence's cells a query reads; frozen, checked when made."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -143,6 +143,33 @@ class DoubleSparsity(Select):
     def n_channels(self) -> int:
         """Channels of a label (r)."""
         return len(self.channels[0][0])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Indexed:
+    """What layers have whose queries read the cells that an indexer scores highest.
+
+    Each query, of a prompt too, chooses one set for all heads; of equal scores the lower position.
+    Index keys lie in cells of a group of their own, as that of any layer: what RoPE leaves alone is
+    its latent.
+
+    Attributes:
+      n_cells: tokens that a query reads at most, itself perhaps among them.
+      keys_of: by layer, the layer that keeps its index keys, ascending.
+
+    Source: DeepSeek-V3.2-Exp `inference/model.py`; transformers `modeling_deepseek_v32`.
+    """
+
+    n_cells: int
+    keys_of: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        """Refuses an indexer that chooses nothing."""
+        _check(self.n_cells >= 1, f"n_cells of indexed is {self.n_cells}; it must be at least 1")
+
+    def keys_layer(self, layer: int) -> int:
+        """The layer that keeps the index keys of a layer."""
+        return dict(self.keys_of)[layer]
 
 
 def check_config(select: Select | None, config: Any) -> None:

@@ -16,6 +16,7 @@ from tests.matrix import covering
 from tests.matrix.axes import AXES, DEBTS, MEANING, REFUSED, RULES, Rule
 from tests.matrix.drafted import DRAFTED, NOT_DRAFTED
 from tests.matrix.families import FAMILIES, LIMIT
+from tests.matrix.indexed import INDEXED, NOT_INDEXED
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "support.md"
 
@@ -53,6 +54,7 @@ def page() -> str:
     parts += [
         _cells(),
         _drafts(),
+        _indexed(),
         _families(),
         _rules("Refused", [r for r in REFUSED if r.kind == "refused"]),
         _rules("No option", [r for r in REFUSED if r.kind == "absent"]),
@@ -126,6 +128,18 @@ def _drafts() -> str:
     ]
     lines += [f"- `test_matrix_drafts.py[{cell}]`" for cell in DRAFTED]
     lines += [f"- refused, `{cell}`: {says}" for says, cell in NOT_DRAFTED.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _indexed() -> str:
+    lines = [
+        "## An indexer\n",
+        "The same histories with `indexed` among the layers: `latent`, whose queries read the 16",
+        "tokens that an indexer scores highest (`GroupSpec.indexed`). They stand beside the pairs;",
+        "on a mesh such layers are refused as well.\n",
+    ]
+    lines += [f"- `test_matrix_indexed.py[{cell}]`" for cell in INDEXED]
+    lines += [f"- refused, `{cell}`: {says}" for says, cell in NOT_INDEXED.items()]
     return "\n".join(lines) + "\n"
 
 

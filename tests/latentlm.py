@@ -66,6 +66,7 @@ class LatentLm(nnx.Module):
 
     def layers(self, x, attend, first, last):
         for i in range(first, last):
+            self.before(i, x, attend)
             q = (0.3 * x @ self.q[i][...]).reshape(len(x), HEADS, NOPE + ROPE)
             plain, rotary = jnp.split(q, [NOPE], axis=2)
             absorbed = jnp.einsum("thn,hnr->thr", plain, self.up_k[i][...]) * 0.3
@@ -78,6 +79,9 @@ class LatentLm(nnx.Module):
             values = jnp.einsum("thr,hrv->thv", out, self.up_v[i][...]) * 0.3
             x = x + 0.3 * values.reshape(len(x), -1) @ self.o[i][...]
         return x
+
+    def before(self, i, x, attend):
+        """What a layer says to `attend` before it attends; nothing here."""
 
     def head(self, x):
         return x @ self.out[...] * 0.1
@@ -103,6 +107,7 @@ class Row:
     pos: int
     latent: dict
     key: dict
+    index: dict = dataclasses.field(default_factory=dict)
 
 
 class Plain:
@@ -127,6 +132,7 @@ class Plain:
                 latent = latent / np.sqrt((latent**2).mean(1, keepdims=True) + 1e-6)
                 for row, c, k in zip(new, latent, key, strict=True):
                     row.latent[i], row.key[i] = c, k
+            self.before(i, x, new)
             out = self.attend(q, new, (i, read))
             x = x + 0.3 * out.reshape(len(x), -1) @ self.weight("o", i)
         self.rows += new
@@ -152,9 +158,18 @@ class Plain:
         sees = pos <= at[:, None]
         if mask.kind == "window":
             sees &= at[:, None] - pos < mask.size
+        sees = self.chosen(i, rows, sees)
         s = np.where(sees[:, None], s, -np.inf)
         p = np.exp(s - s.max(-1, keepdims=True))
         return np.einsum("thc,chv->thv", p / p.sum(-1, keepdims=True), v)
+
+    def before(self, i, x, new):
+        """What rows have of a layer beside their latents; nothing here."""
+
+    def chosen(self, i, rows, sees):
+        """Which rows each token reads, of those that it sees [T, C]; all here."""
+        del i, rows
+        return sees
 
     def remove(self, p0, p1):
         self.rows = [r for r in self.rows if not p0 <= r.pos < p1]
@@ -164,6 +179,6 @@ class Plain:
             row.pos += d if row.pos >= p0 else 0
 
     def copy(self):
-        other = Plain(self.model)
+        other = type(self)(self.model)
         other.rows = [dataclasses.replace(r) for r in self.rows]
         return other

@@ -78,6 +78,25 @@ class Attend(Protocol):
         """
         ...
 
+    def index(
+        self,
+        layer: int,
+        q: Float[Array, "T Hi D"],
+        k: Float[Array, "T 1 D"],
+        weights: Float[Array, "T Hi"],
+    ) -> None:
+        """Says what a layer's queries choose by (`GroupSpec.indexed`), before it attends.
+
+        A token's score is the sum over index heads of weight * max(q . k, 0).
+
+        Args:
+          layer: index of the layer, whose own queries come afterwards.
+          q: index queries, unrotated; first the channels that RoPE leaves alone, as in k.
+          k: index keys, which are kept.
+          weights: of index heads, with all factors of the scores.
+        """
+        ...
+
     def for_tokens(self, ids: Int[Array, " R"]) -> "Attend":
         """Returns the same for queries of some of the step's tokens, R of them.
 

@@ -56,6 +56,14 @@ class RopeTables:
         cos, sin = (_joined(table, ids) for table in self.cells)
         return rope.rotate_block(keys, cos, sin, self.layout)
 
+    def rotate_slots(self, keys: Float[Array, "H D M"], slots: Int32[Array, " M"]) -> Array:
+        """Cached keys of some cells, likewise."""
+        if self.cells is None:
+            return keys
+        at = slots // self.cells[0].shape[2], slots % self.cells[0].shape[2]
+        cos, sin = (table[at[0], :, at[1]].T for table in self.cells)
+        return rope.rotate_block(keys, cos, sin, self.layout)
+
     def specs(self) -> "RopeTables":
         """How the tables lie on a mesh: those of cells are divided as the cells are."""
         cells = None if self.cells is None else P(CELLS)

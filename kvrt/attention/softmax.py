@@ -52,6 +52,26 @@ def scores(
     return capped(s, soft_cap)
 
 
+def latent_scores(
+    latent: Float[Array, "L B R"], q: Array, k: Array, scale: float, cap: float | None
+) -> Float[Array, "L P B"]:
+    """As `scores`, of keys that a cache has behind a latent, or of whole ones.
+
+    In two products: with few queries as here making one array of both parts takes longer.
+    """
+    rank = q.shape[2] - k.shape[1]
+    if not rank:
+        return scores(q, k, scale, cap)
+    s = lax.dot_general(
+        q[:, :, :rank],
+        latent,
+        (((2,), (2,)), ((0,), (0,))),
+        preferred_element_type=jnp.float32,
+    )
+    s = s * jnp.float32(scale) + scores(q[:, :, rank:], k, scale, None)
+    return capped(s, cap)
+
+
 def capped(s: Float[Array, "..."], soft_cap: float | None) -> Float[Array, "..."]:
     """Scores that come no further than the cap, where there is one; also runs in a kernel."""
     return s if soft_cap is None else jnp.tanh(s / soft_cap) * soft_cap

@@ -1,7 +1,7 @@
 """The object that a model calls in a step: rotates, attends, and keeps what is to be written."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 
@@ -10,7 +10,7 @@ from kvrt.attention import grouped, rope
 from kvrt.attention.api import attend
 from kvrt.attention.contract import ChunkedStep, Inputs, Outputs, Step
 from kvrt.attention.prefill import one_by_one
-from kvrt.attention.select import read
+from kvrt.attention.select import indexer, read
 from kvrt.attention.select.choose import UnitView, unit_view
 from kvrt.attention.select.labels import LabelArray
 from kvrt.attention.step import some_tokens
@@ -46,7 +46,8 @@ class StepAttention:
     in which they are stored, `own` what layers see of the step's own tokens before they are
     rotated, `states` the tables of recurrent layers, advanced as soon as a layer has run. `apart`
     has the states after each token instead, in a step of tokens that may yet be refused; `kept`
-    makes of their slots those that are written.
+    makes of their slots those that are written. `indexes` has index queries and weights by layer,
+    `seen` what they can choose of, by view.
     """
 
     layers: dict[int, LayerStep]
@@ -60,6 +61,8 @@ class StepAttention:
     apart: dict[int, recurrent.StatesByToken] | None = None
     kept: Callable[[AnyArray], Array] | None = None
     select: Select | None = None
+    indexes: dict[int, tuple[Array, Array]] = dataclasses.field(default_factory=dict)
+    seen: dict[int, indexer.Candidates] = dataclasses.field(default_factory=dict)
 
     def read_sparsely(self, labels: Mapping[int, LabelArray], select: Select) -> None:
         """Lets tokens that are the only one of their sequence choose what they read.
@@ -118,10 +121,14 @@ class StepAttention:
         else:
             k, v = self._own(layer, k, v)
         found = []
+        indexes = self._by_index(layer) if here.group.indexed else None
         for part, tokens in here.by_part(q, k, v):
             own_q, own_k, own_v = tokens
             args = self.arguments(here, part, own_q, own_k, own_v, sinks)
-            out = self.output(layer, part, tokens, args)
+            if indexes is None or here.group.indexed is None:
+                out = self.output(layer, part, tokens, args)
+            else:
+                out = indexer.jitted(args, next(indexes), here.group.indexed.n_cells, attend)
             found.append((out, own_k if self.unrotated else args[0].k))
         out, keys = (x[0] if len(x) == 1 else jnp.concatenate(x) for x in zip(*found, strict=True))
         if here.read is None:
@@ -137,6 +144,29 @@ class StepAttention:
             found = [here.compared(part, x) for part, (x,) in here.by_part(k)]
             keys = found[0] if len(found) == 1 else jnp.concatenate(found)
         self.k_new[layer], self.v_new[layer] = keys[:, :, here.group.latent_rank :], v
+
+    def index(self, layer: int, q: Array, k: Array, weights: Array) -> None:
+        """Keeps index keys; see `kvrt.attention.contract.Attend`."""
+        indexed = self.layers[layer].group.indexed
+        if indexed is None:
+            raise BadConfig(f"layer {layer} has no `indexed` in its group and gives index keys")
+        self.produce(indexed.keys_layer(layer), k, None)
+        self.indexes[layer] = q, weights
+
+    def _by_index(self, layer: int) -> Iterator[indexer.Index]:
+        """What the tokens of each part choose by."""
+        group = self.layers[layer].group
+        if group.indexed is None or layer not in self.indexes:
+            raise BadConfig(f"layer {layer} chooses by an indexer; call Attend.index before it")
+        keys_layer = group.indexed.keys_layer(layer)
+        keys, n_cells = self.layers[keys_layer], group.indexed.n_cells
+        tokens = (*self.indexes[layer], *self.own[keys_layer])
+        for part, (q, weights, k, v) in keys.by_part(*tokens):
+            args = self.arguments(keys, part, q, k, v, None)
+            # Both groups have the same cells, so what one's tokens see the other's do.
+            made = self.seen.get(id(part.view)) or indexer.candidates(part.view, n_cells)
+            self.seen[id(part.view)] = made
+            yield indexer.Index(args=args, weights=weights, candidates=made)
 
     def for_tokens(self, ids: Array) -> some_tokens.SomeTokens:
         """The same for some tokens; see `kvrt.attention.contract.Attend`."""

@@ -140,33 +140,13 @@ def _add_tile(
       group: scale and soft cap.
     """
     visible, *near = (_for_heads(x, queries[0].shape[1] // x.shape[1]) for x in sees)
-    compare = functools.partial(_behind_latent, v) if group.latent_rank else softmax.scores
+    compare = functools.partial(softmax.latent_scores, v) if group.latent_rank else softmax.scores
     sources = [
         functools.partial(compare, x, y, group.score_scale, group.soft_cap)
         for x, y in zip(queries, keys, strict=True)
     ]
     s = _one_of_two(sources[0], sources[1], near[0], visible) if near else sources[0]()
     return softmax.add_tile(part, s, v, visible)
-
-
-def _behind_latent(
-    latent: Float[Array, "L B R"], q: Array, k: Array, scale: float, cap: float | None
-) -> Float[Array, "L P B"]:
-    """As `softmax.scores`, of keys that a cache has behind a latent, or of whole ones.
-
-    In two products: with few queries as here making one array of both parts takes longer.
-    """
-    rank = q.shape[2] - k.shape[1]
-    if not rank:
-        return softmax.scores(q, k, scale, cap)
-    s = lax.dot_general(
-        q[:, :, :rank],
-        latent,
-        (((2,), (2,)), ((0,), (0,))),
-        preferred_element_type=jnp.float32,
-    )
-    s = s * jnp.float32(scale) + softmax.scores(q[:, :, rank:], k, scale, None)
-    return softmax.capped(s, cap)
 
 
 def _attend_seqs(
@@ -219,7 +199,7 @@ def _over_lists(
             rope, keys = ropes[side], stored
             if rope is not None:
                 keys = jax.vmap(rope.rotate_cells)(keys, ids)
-            latent = functools.partial(_behind_latent, _lanes(values))
+            latent = functools.partial(softmax.latent_scores, _lanes(values))
             compare = latent if group.latent_rank else softmax.scores
             return compare(heads[side], _lanes(keys), group.score_scale, group.soft_cap)
 

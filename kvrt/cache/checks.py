@@ -8,6 +8,7 @@ from kvrt.config import MAX_POS, CacheConfig, GroupSpec, SelfExtend
 from kvrt.drafts.drafter import Speculation
 from kvrt.errors import BadConfig, BadRange, BadToken, CacheFull
 from kvrt.kv_types import any_by_channel
+from kvrt.program.labels import indexed
 
 
 def token_ids(tokens: Sequence[int], n_vocab: int) -> np.ndarray:
@@ -102,7 +103,8 @@ def drafts(
 
     Raises:
       BadConfig: a round is longer than a step, keys share scales over tokens, latents or positions
-        that are shared are rounded in the cache, or the drafter is of another model.
+        that are shared are rounded in the cache, an indexer chooses what is read, or the drafter
+        is of another model.
     """
     n = spec.n_draft + 1
     if n > config.n_ubatch:
@@ -121,6 +123,7 @@ def drafts(
             "a round reads all cells for several tokens, and select lets single steps read some: "
             "with drafts the text would be another; leave one of them out"
         )
+    indexed.refuse_with("drafts", groups)
     _check_rounded(n, config, groups)
     spec.drafter.check(n_vocab)
 

@@ -23,6 +23,7 @@ from kvrt.program.batch import Batch, bucket, prompt_batches
 from kvrt.program.copies.block_copies import block_copies
 from kvrt.program.decode_loop import LoopPlan, LoopSpec, Sampled
 from kvrt.program.labels.arrays import check_labels, label_plan, n_labelled
+from kvrt.program.labels.indexed import check_index_reads
 from kvrt.program.labels.shift import shift_program
 from kvrt.program.labels.upkeep import LabelUpkeep
 from kvrt.program.layout import Layout, mixes_rotations
@@ -58,6 +59,7 @@ class Device:
         self._shards = place.shards if place else None
         self.layout = place.layout(layout) if place else layout
         check_labels(self.layout, config, self._shards)
+        check_index_reads(self.layout.groups, config, self._shards)
         self.attention = self._choice(model, config)
         self.spec = spec = StepSpec(self.settled(config), self.layout, self._shards)
         self.programs = Programs(model, spec, place)

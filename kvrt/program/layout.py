@@ -7,6 +7,7 @@ from kvrt.attention.scored.layers import ScoredGroup
 from kvrt.attention.scored.policy import ScoredPolicy
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.errors import BadConfig
+from kvrt.group_rules import check_index_keys
 from kvrt.kv_types import CHANNEL_CODECS
 from kvrt.paged.layout.spec import PagedPlan
 from kvrt.sizes import StoreSpec, pool_extent, store_specs, types_of
@@ -137,7 +138,8 @@ def paged_layout(
 
 
 def _check_layers(groups: Sequence[GroupSpec], recurrent: RecurrentSpec | None) -> None:
-    """Refuses layers that read the keys and values of others and are something else as well."""
+    """Refuses layers that read keys of others and are something else, or read what none keeps."""
+    check_index_keys(groups)
     if not any(g.kv_of for g in groups):
         return
     found = [x for g in groups for x in g.all_layers] + [*(recurrent.layers if recurrent else ())]

@@ -25,6 +25,7 @@ from kvrt.config import GroupSpec
 from kvrt.errors import BadConfig, BadRange, BadSequence, CannotRewind, UsageError
 from kvrt.kv_types import CHANNEL_CODECS
 from kvrt.program.batch import Batch, bucket, padded
+from kvrt.program.labels import indexed
 from kvrt.program.layer_range import LayerRange, in_parts
 from kvrt.reuse.blend import BlendSpec, hidden_ratio, to_recompute
 from kvrt.reuse.diff import common_prefix
@@ -291,6 +292,7 @@ def _check_cache(cache: CellCache) -> None:
             f"type_k {config.type_k} has one scale for several tokens, so that none of them can be "
             "replaced alone; use a KV dtype by token"
         )
+    indexed.refuse_with("a blend of chunks", cache.device.layout.groups)
     programs = cache.device.programs
     in_parts(programs.model(programs.params))
 

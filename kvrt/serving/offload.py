@@ -32,7 +32,7 @@ _N_TIMED = 4
 # Bytes of a block's name on a disk beside its tokens: digests, and a salt that is not too long.
 _NAME_REST = 256
 # What groups say where it changes nothing: files of before, which lack it, are found again.
-_UNSAID = (", kv_of=()", ", latent_rank=0")
+_UNSAID = (", kv_of=()", ", latent_rank=0", ", indexed=None")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

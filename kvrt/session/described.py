@@ -17,12 +17,13 @@ from kvrt.config import (
     SelfExtend,
 )
 from kvrt.errors import BadSession, UsageError
+from kvrt.select_spec import Indexed
 from kvrt.session import kv_arrays
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.state_arrays import StateArray
 
 _FIELDS = ("groups", "model", "recurrent", "rope", "type_k", "type_v", "hadamard", "self_extend")
-_Spec = TypeVar("_Spec", GroupSpec, MaskSpec, RopeSpec, QueryTemperature, SelfExtend)
+_Spec = TypeVar("_Spec", GroupSpec, MaskSpec, RopeSpec, QueryTemperature, SelfExtend, Indexed)
 _MAX_DEPTH, _MAX_CHARS, _MAX_INT = 16, 1 << 16, 2**63
 
 
@@ -161,7 +162,9 @@ def _group(said: Mapping[str, Any]) -> GroupSpec:
     temperature, kv_of = said["temperature"], said.get("kv_of", [])
     latent_rank = said.get("latent_rank", 0)
     _check_whole(latent_rank, *(x for pair in kv_of for x in pair))
+    indexed = said.get("indexed")
     fields = {
+        "indexed": indexed and _indexed(indexed),
         "latent_rank": latent_rank,
         "kv_of": tuple(map(tuple, kv_of)),
         "rope": rope and _made(RopeSpec, known),
@@ -169,6 +172,13 @@ def _group(said: Mapping[str, Any]) -> GroupSpec:
         "temperature": temperature and _made(QueryTemperature, temperature),
     }
     return _made(GroupSpec, {**said, **fields})
+
+
+def _indexed(said: Mapping[str, Any]) -> Indexed:
+    """An indexer; raises TypeError where it is none."""
+    keys_of = tuple(map(tuple, said["keys_of"]))
+    _check_whole(said["n_cells"], *(x for pair in keys_of for x in pair))
+    return _made(Indexed, {**said, "keys_of": keys_of})
 
 
 def _array(said: Mapping[str, Any]) -> StateArray:

@@ -149,7 +149,7 @@ def check_match(found: Fingerprint, wanted: Fingerprint, *, convert: bool) -> No
 
 def _group(group: GroupSpec, config: CacheConfig) -> dict[str, Any]:
     out = plain(group)
-    for name in ("kv_of", "latent_rank"):
+    for name in ("kv_of", "latent_rank", "indexed"):
         # Written where a model has it alone, so that files of all others stay what they are.
         if not out[name]:
             del out[name]

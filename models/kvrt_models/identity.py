@@ -19,6 +19,7 @@ _LATER = {
     **{"v_of_k": (), "layer_scale": False, "n_ff_readers": 0, "producers": ()},
     **{"altup": None, "laurel_rank": 0, "ffn_cutoffs": ()},
 }
+_LATER_OF_LATENTS = {"indexer": None}
 _LATER_OF_EXPERTS = {
     **{"shared_gate": False, "choice_bias": False, "beside": False},
     **{"scale": 1.0, "n_groups": 1, "n_groups_used": 1},
@@ -75,6 +76,8 @@ def description(spec: DecoderSpec) -> dict[str, Any]:
     for name in _LEFT_OUT:
         del fields[name]
     fields = _without(fields, _LATER)
+    if fields.get("latent"):
+        fields["latent"] = _without(fields["latent"], _LATER_OF_LATENTS)
     if fields["experts"] is not None:
         fields["experts"] = _without(fields["experts"], _LATER_OF_EXPERTS)
     return fields

@@ -5,10 +5,11 @@ import math
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from kvrt.config import GroupSpec, MaskSpec, QueryTemperature, RecurrentSpec, RopeSpec
+from kvrt.config import GroupSpec, Indexed, MaskSpec, QueryTemperature, RecurrentSpec, RopeSpec
 from kvrt.errors import BadConfig, BadModelFile, UnsupportedModel
 from kvrt_models.header import REMEDY, Header, brief
 from kvrt_models.layers.gemma.sizes import AltUp, LayerInputs
+from kvrt_models.layers.latent_sizes import Latent
 from kvrt_models.layers.ssm import SsmSpec
 
 # Far above any model; a damaged header must not make work or lists in proportion to its numbers.
@@ -74,29 +75,6 @@ class Experts:
     n_groups_used: int = 1
     choice_bias: bool = False
     beside: bool = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Latent:
-    """Attention whose keys and values are all made of one latent a token (MLA).
-
-    Attributes:
-      rank: channels of the latent, which is normalised.
-      n_rope: rotated channels of a head; those of the keys are the same in all heads.
-      n_nope: other channels of a head's queries and keys.
-      n_value: channels of a head's values.
-      q_rank: channels of a latent that queries are made of; 0 where they come from the stream.
-      norm_eps: epsilon of the latents' norms.
-
-    Source: arXiv:2405.04434, sec. 2.1.
-    """
-
-    rank: int
-    n_rope: int
-    n_nope: int
-    n_value: int
-    q_rank: int = 0
-    norm_eps: float = 1e-6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -186,14 +164,19 @@ class DecoderSpec:
     @property
     def exit_layer(self) -> int:
         """Layers up to the last that keeps something; those behind only read what these keep."""
-        own = [i for g in self.groups for i in g.layers]
+        own = [i for g in self.groups for i in g.layers if i not in self.index_layers]
         return max((*own, *(self.ssm.layers if self.ssm else ()))) + 1
 
     @property
     def n_layers(self) -> int:
         """Layers of all kinds."""
-        n = len(self.ssm.layers if self.ssm else ())
+        n = len(self.ssm.layers if self.ssm else ()) - len(self.index_layers)
         return sum(len(g.all_layers) for g in self.groups) + n
+
+    @property
+    def index_layers(self) -> tuple[int, ...]:
+        """What keeps the index keys of layers, behind the model's last: it is none of its own."""
+        return tuple(keys for g in self.groups if g.indexed for _, keys in g.indexed.keys_of)
 
     @property
     def recurrent(self) -> RecurrentSpec | None:
@@ -237,6 +220,8 @@ class Layers:
       kv_of: as in `GroupSpec`.
       n_kv_heads: where they differ from other layers', or 0.
       head_dim: likewise.
+      indexed: as in `GroupSpec`.
+      scale: likewise, where layers of other kinds have another; None is that of all.
     """
 
     ids: tuple[int, ...]
@@ -249,6 +234,8 @@ class Layers:
     kv_of: tuple[tuple[int, int], ...] = ()
     n_kv_heads: int = 0
     head_dim: int = 0
+    indexed: Indexed | None = None
+    scale: float | None = None
 
     @property
     def mask(self) -> MaskSpec:
@@ -267,11 +254,12 @@ class Layers:
             head_dim=self.head_dim or head_dim,
             rope=self.rope,
             mask=self.mask,
-            scale=scale,
+            scale=scale if self.scale is None else self.scale,
             soft_cap=self.soft_cap,
             temperature=self.temperature,
             latent_rank=self.latent_rank,
             kv_of=self.kv_of,
+            indexed=self.indexed,
         )
 
 

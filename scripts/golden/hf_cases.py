@@ -78,7 +78,7 @@ _LLAMA4 = {
     "attn_scale": 0.5,
 }
 # Heads of 12 + 4 channels, a latent of 20 and values of 8.
-_DEEPSEEK = {
+DEEPSEEK = {
     "num_key_value_heads": 4,
     "head_dim": None,
     "kv_lora_rank": 20,
@@ -92,7 +92,7 @@ _DEEPSEEK = {
     "n_group": 4,
     "topk_group": 2,
 }
-_DEEPSEEK_YARN = {
+DEEPSEEK_YARN = {
     "rope_type": "yarn",
     "rope_theta": 100.0,
     "factor": 8.0,
@@ -288,7 +288,7 @@ CASES = {
     "deepseek-v2": Case(
         arch="DeepseekV2",
         config={
-            **_DEEPSEEK,
+            **DEEPSEEK,
             "q_lora_rank": None,
             "topk_method": "group_limited_greedy",
             "n_shared_experts": 2,
@@ -305,17 +305,17 @@ CASES = {
     "deepseek-v3": Case(
         arch="DeepseekV3",
         config={
-            **_DEEPSEEK,
+            **DEEPSEEK,
             "q_lora_rank": 12,
             "n_shared_experts": 1,
             "routed_scaling_factor": 2.5,
             "max_position_embeddings": 512,
             "num_mtp_layers": 0,
         },
-        rope=_DEEPSEEK_YARN,
+        rope=DEEPSEEK_YARN,
         without=[
-            {"rope_parameters": {**_DEEPSEEK_YARN, "mscale_all_dim": 0.0}},
-            {"rope_parameters": {**_DEEPSEEK_YARN, "factor": 1.5}},
+            {"rope_parameters": {**DEEPSEEK_YARN, "mscale_all_dim": 0.0}},
+            {"rope_parameters": {**DEEPSEEK_YARN, "factor": 1.5}},
             {"rope_interleave": False},
             {"topk_group": 1},
             {"norm_topk_prob": False},
@@ -326,7 +326,7 @@ CASES = {
     "deepseek-v3-dense": Case(
         arch="DeepseekV3",
         config={
-            **_DEEPSEEK,
+            **DEEPSEEK,
             "q_lora_rank": None,
             "first_k_dense_replace": 2,
             "rope_interleave": False,

@@ -10,6 +10,7 @@ real sizes. Needs the extra `golden`; takes a minute on a laptop, without a netw
 # The extra is not installed where the code is checked.
 # pyright: reportMissingImports=false
 
+import copy
 import json
 import tempfile
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from scripts.golden.hf_cases import CASES, FAR, NEAR, ROPE_CASES, Case
 from scripts.golden.hf_gemma import NEWER_GEMMAS
+from scripts.golden.hf_indexed import INDEXED
 from scripts.golden.hf_recurrent import RECURRENT
 
 _OUT = flags.DEFINE_string("out", "tests/golden", "Folder that holds hf/ and rope_hf.json.")
@@ -35,6 +37,7 @@ _ONLY = flags.DEFINE_list("only", [], "Tiny models to write; all where none is n
 N_TOKENS = 48
 N_SHORT = 24
 MIN_EFFECT = 0.05
+NUDGE = 1e-5
 # Weights whose products are wide: what makes scores, and what begins and ends a model.
 _WIDE = ("q_proj", "k_proj", "embed_tokens", "lm_head", "q_b_proj", "kv_a_proj", "kv_b_proj")
 
@@ -106,6 +109,23 @@ def _logits(model: transformers.PreTrainedModel, tokens: np.ndarray) -> np.ndarr
         return model(input_ids=ids, use_cache=False).logits[0].float().numpy()
 
 
+def _chosen(model: transformers.PreTrainedModel, tokens: np.ndarray) -> dict[str, np.ndarray]:
+    """Which tokens each query reads, `chosen` bool[layers, queries, tokens], with an indexer."""
+    found: list[np.ndarray] = []
+
+    def see(_: Any, __: Any, indices: torch.Tensor) -> None:
+        at, n = indices[0].long(), len(tokens)
+        chosen = torch.zeros(n, n, dtype=torch.bool).scatter(1, at, True)
+        found.append((chosen & torch.ones(n, n, dtype=torch.bool).tril()).numpy())
+
+    indexers = [x for name, x in model.named_modules() if name.endswith("indexer")]
+    handles = [x.register_forward_hook(see) for x in indexers]
+    _logits(model, tokens)
+    for handle in handles:
+        handle.remove()
+    return {"chosen": np.stack(found)} if found else {}
+
+
 def _save_config(folder: Path, case: Case, model: transformers.PreTrainedModel) -> None:
     model.config.save_pretrained(folder)
     if not case.old_form:
@@ -155,6 +175,13 @@ def _write_case(folder: Path, case: Case, seed: int) -> None:
     if case.by_length:
         expected |= {"tokens_short": tokens[:N_SHORT]}
         expected |= {"logits_short": _logits(_model(case, {}, seed), tokens[:N_SHORT])}
+    expected |= _chosen(model, tokens)
+    if "chosen" in expected:
+        # Scores that choose nearly alike would make a test of rounding.
+        nudged = copy.deepcopy(model)
+        nudged.get_input_embeddings().weight.data.add_(torch.randn(256, 1), alpha=NUDGE)
+        if not np.array_equal(expected["chosen"], _chosen(nudged, tokens)["chosen"]):
+            raise AssertionError(f"{folder.name}: a nudge changes what is chosen; change the seed")
     _save_config(folder, case, model)
     _save_weights(folder, model)
     _save_tokenizer(folder)
@@ -205,6 +232,8 @@ Each folder holds `config.json`, `model.safetensors`, `tokenizer.json` (one toke
 {N_TOKENS} tokens (longrope: any above its original length), `tokens_short` and `logits_short` for
 one of {N_SHORT} (at most the original length). Files in the form of before transformers 5, with
 `rope_theta` and `rope_scaling`: {", ".join(n for n, c in CASES.items() if c.old_form)}.
+`deepseek-v32` has `chosen` too, bool[3, {N_TOKENS}, {N_TOKENS}]: the tokens that each query of each
+layer reads by its indexer.
 
 `../rope_hf.json` has frequencies and attention factors of scaling rules at sizes of real models.
 """
@@ -214,11 +243,11 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     out, seed = Path(_OUT.value), _SEED.value
-    every = CASES | RECURRENT | NEWER_GEMMAS
+    every = CASES | RECURRENT | NEWER_GEMMAS | INDEXED
     if unknown := set(_ONLY.value) - set(every):
         raise app.UsageError(f"--only names {sorted(unknown)}; cases are {', '.join(every)}")
     # A case keeps its seed as long as new ones come last.
-    parts = (0, CASES), (100, RECURRENT), (200, NEWER_GEMMAS)
+    parts = (0, CASES), (100, RECURRENT), (200, NEWER_GEMMAS), (300, INDEXED)
     for i, (name, case) in [x for n, cases in parts for x in enumerate(cases.items(), n)]:
         if not _ONLY.value or name in _ONLY.value:
             _write_case(out / "hf" / name, case, seed + 10 * i)

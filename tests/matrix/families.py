@@ -26,6 +26,7 @@ FAMILIES = (
     Family("Gemma 4, experts too", "read others' keys and values", "transformers", 1.6e-5, _HF),
     Family("DeepSeek V2, V3", "latents", "transformers", 1.8e-5, _HF),
     Family("DeepSeek V2, V3", "latents", "llama.cpp", 2.0e-5, _PEER),
+    Family("DeepSeek V3.2", "latents that an indexer chooses", "transformers", 3.6e-5, _HF),
     Family("Qwen3-Next", "gated delta rule", "transformers", 1.0e-5, _HF),
     Family("Kimi-Linear", "gated delta rule by channel, latents", "transformers", 1.2e-05, _HF),
     Family(

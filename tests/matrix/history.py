@@ -24,7 +24,7 @@ from tests.serving.plainbeams import beam_search
 
 REUSED = ("chunks", "modules")
 # Layers that keep every position.
-COMPLETE = {"full", "latent", "shared", "produced", "sink_window"}
+COMPLETE = {"full", "latent", "indexed", "shared", "produced", "sink_window"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +163,7 @@ def _tables(cell: Cell, made: Any) -> list[Any]:
     """Block tables of sequence 0 in the groups that keep every position."""
     parts = [x for x in cell.layers.split("+") if x not in STATES]
     parts = ["full", *parts] if cell.state == "chunks" else parts
+    parts = [*parts, "indexed"] if cell.layers == "indexed" else parts
     return [t for t, x in zip(made.table(0), parts, strict=True) if x in COMPLETE]
 
 

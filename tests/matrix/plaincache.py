@@ -216,7 +216,7 @@ class PlainSeq:
         """Rows of new tokens, neither rotated nor rounded, and their queries."""
         q, k, v = (x[list(tokens)].astype(np.float64) for x in plainmodel.tables()[:3])
         first = self.n_past
-        n = 1 if plainmodel.is_latent(self.cell.layers) else N_KV
+        n = 1 if self.cell.layers == "latent" else N_KV
         return [Row(first + i, 0, k[i, :n], v[i, :n]) for i in range(len(tokens))], q
 
     def store(self, own):
@@ -246,12 +246,17 @@ class PlainSeq:
         asked = [(q[t], mask) for mask in masks]
         if plainmodel.shares(self.cell.layers):
             asked += [(q[t][::-1], mask) for _, mask in asked]
+        chosen = np.ones(len(rows), bool)
+        if self.cell.layers == "indexed":
+            chosen = self.chosen(q[t], first + t, (keys[:, 1:], values[:, 1:]), (pos, is_rotated))
+            keys, values = keys[:, :1], values[:, :1]
         by_head = np.repeat(values, N_HEADS // values.shape[1], axis=1)
         for query, mask in asked:
             scores = self.scores(query, first + t, keys, (pos, is_rotated), mask)
             if plainmodel.is_latent(self.cell.layers):
                 scores = scores + np.einsum("hd,nhd->nh", query[::-1], by_head) * D**-0.5
-            scores = np.where(sees(mask, pos, first + t)[:, None], scores, -np.inf)
+            seen = sees(mask, pos, first + t) & chosen
+            scores = np.where(seen[:, None], scores, -np.inf)
             chooses = len(own) == 1 and self.n_stored >= self.n_whole and mask.kind == "full"
             if self.cell.attention == "sparse" and chooses:
                 scores = np.where(read_sparsely(rotated(query, first), keys, pos), scores, -np.inf)
@@ -259,6 +264,19 @@ class PlainSeq:
             weights /= weights.sum(0)
             out = out + np.einsum("nh,nhd->hd", weights, by_head).ravel()
         return out
+
+    def chosen(self, q, at, rows, where):
+        """Which rows [n] a query reads: those of the highest index scores, the lower positions."""
+        pos, is_rotated = where
+        keys, latents = rows
+        there = np.where(is_rotated[:, None, None], keys, rotated(keys, pos))
+        products = np.einsum("hd,nkd->nh", rotated(q, at)[:2], there)
+        products += np.einsum("hd,nkd->nh", q[:2], latents)
+        worth = np.maximum(products, 0.0) @ plainmodel.index_weights(q)
+        best = sorted(range(len(pos)), key=lambda i: (-worth[i], pos[i]))
+        chosen = np.zeros(len(pos), bool)
+        chosen[best[: plainmodel.N_INDEXED]] = True
+        return chosen
 
     def scores(self, q, at, keys, where, mask):
         """Scores [n, Q] of a query by exact positions or, in the paper's way, by grouped ones."""

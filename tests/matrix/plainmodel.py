@@ -10,18 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from kvrt import GroupSpec, MaskSpec, RecurrentSpec, RopeSpec
+from kvrt import GroupSpec, Indexed, MaskSpec, RecurrentSpec, RopeSpec
 from tests import deltatoy
 
 N_VOCAB, N_HEADS, N_KV, D = 128, 4, 2, 32
 WIDTH = N_HEADS * D
 assert WIDTH == N_VOCAB, "attention's output is the logits"
 ROPE = RopeSpec(n_rot=D, base=100.0)
+# Tokens that a query reads by its indexer, and a factor of all scores.
+N_INDEXED, INDEX_SCALE = 16, D**-0.5
 MASKS = {
     "full": MaskSpec(),
     "shared": MaskSpec(),
     "produced": MaskSpec(),
     "latent": MaskSpec(),
+    "indexed": MaskSpec(),
     "window": MaskSpec(kind="window", size=9),
     "wide_window": MaskSpec(kind="window", size=24),
     "sink_window": MaskSpec(kind="window", size=9, n_sink=2),
@@ -61,7 +64,12 @@ def shares(layers):
 
 def is_latent(layers):
     """Whether values are the first channels of the keys, which all heads share."""
-    return layers == "latent"
+    return layers in ("latent", "indexed")
+
+
+def index_weights(q):
+    """Weights of two index heads, of queries [..., N_HEADS, D]."""
+    return q[..., :2, 0] * INDEX_SCALE
 
 
 class PlainModel(nnx.Module):
@@ -71,6 +79,8 @@ class PlainModel(nnx.Module):
     In "produced" both read those of a layer that has no queries, and run for wanted tokens alone.
     In "latent" the first head's values are the latent and its keys what is rotated; queries come
     to the latent with their heads in reverse order.
+    In "indexed" such queries read few tokens, by index keys made likewise of the second head, and
+    index queries of the first two.
     """
 
     def __init__(self, layers):
@@ -85,6 +95,11 @@ class PlainModel(nnx.Module):
         if is_latent(layers):
             sizes = {"n_kv_heads": 1, "head_dim": 2 * D, "latent_rank": D, "scale": D**-0.5}
             self.groups = (dataclasses.replace(group, **sizes),)
+        if layers == "indexed":
+            by = Indexed(n_cells=N_INDEXED, keys_of=((0, 1),))
+            (latents,) = self.groups
+            keys = dataclasses.replace(latents, layers=(1,))
+            self.groups = (dataclasses.replace(latents, indexed=by), keys)
         self.state = state_of(layers)
         self.recurrent = self.state and RecurrentSpec(
             layers=(len(masks),), shapes=STATES[self.state]
@@ -98,6 +113,9 @@ class PlainModel(nnx.Module):
     def __call__(self, tokens, attend, out_ids):
         q, k, v = (x[...][tokens] for x in (self.q, self.k, self.v))
         flat = q.reshape(tokens.shape[0], -1)
+        if self.groups and self.groups[0].indexed:
+            keys = jnp.concatenate([v, k], 2)[:, 1:]
+            attend.index(0, jnp.concatenate([q, q], 2)[:, :2], keys, index_weights(q))
         if self.groups and self.groups[0].latent_rank:
             q, k = jnp.concatenate([q[:, ::-1], q], 2), jnp.concatenate([v, k], 2)[:, :1]
             v = None
@@ -106,7 +124,8 @@ class PlainModel(nnx.Module):
             read, q = attend.for_tokens(out_ids), q[out_ids]
             both = read(1, q, None, None) + read(2, q[:, ::-1], None, None)
             return both.reshape(q.shape[0], -1)
-        out = sum((attend(i, q, k, v).reshape(flat.shape) for i in range(len(self.groups))), 0.0)
+        n_attend = 1 if self.groups and self.groups[0].indexed else len(self.groups)
+        out = sum((attend(i, q, k, v).reshape(flat.shape) for i in range(n_attend)), 0.0)
         if self.groups and self.groups[0].kv_of:
             out = out + attend(1, q[:, ::-1], None, None).reshape(flat.shape)
         if self.state == "delta":
@@ -138,6 +157,7 @@ class PartedModel(PlainModel):
                 group,
                 layers=tuple(i + 1 for i in group.layers),
                 kv_of=tuple((i + 1, j + 1) for i, j in group.kv_of),
+                indexed=group.indexed and Indexed(n_cells=N_INDEXED, keys_of=((1, 2),)),
             )
             for group in self.groups
         ]

@@ -12,6 +12,7 @@ FOLDERS = sorted(p.parent for p in Path(__file__).parents[1].glob("golden/hf/*/c
 TOLERANCE = 1e-4
 # In the default suite: attention, its keys normed, recurrences beside it, and latents.
 QUICK = ("llama", "qwen3", "bamba", "qwen3-next", "deepseek-v3", "gemma4", "kimi-linear")
+QUICK += ("deepseek-v32",)
 # Whose last layers only read, and run for those tokens alone whose logits are wanted.
 READERS = ("gemma4", "gemma3n")
 # Rules that choose frequencies by the length of the context come with a short case as well.
@@ -26,12 +27,12 @@ CASES += [
     if f.name in BY_LENGTH
 ]
 READ = ("llama", "llama-yarn", "mistral-window", "gemma3", "llama4", "bamba", "qwen3-next")
-READ += ("deepseek-v3", "gemma4", "gemma3n", "kimi-linear")
+READ += ("deepseek-v3", "deepseek-v32", "gemma4", "gemma3n", "kimi-linear")
 CASES += [pytest.param(f, "", "read", marks=pytest.mark.slow) for f in FOLDERS if f.name in READ]
 # Families whose layers differ, or whose feed-forward networks do.
 HYBRIDS = ("mistral-window", "gemma2", "gemma3-linear", "gpt-oss", "llama4")
 HYBRIDS += ("jamba", "bamba", "qwen3-next", "qwen3-next-experts", "deepseek-v3", "gemma4")
-HYBRIDS += ("gemma3n", "kimi-linear")
+HYBRIDS += ("gemma3n", "kimi-linear", "deepseek-v32")
 # Uneven parts of one program each; the second and the third end inside a block.
 PARTS = (16, 9, 11, 12)
 
@@ -41,7 +42,7 @@ def test_no_family_is_missing():
     rules = {"llama-llama3", "llama-linear", "llama-dynamic", "llama-yarn", "llama-longrope"}
     families = {"llama", "llama-tied", "mistral", "mistral-window", "qwen2", "qwen3"}
     families |= {"gemma2", "gemma3", "gemma3-linear", "gpt-oss", "llama4", "llama4-listed"}
-    families |= {"deepseek-v2", "deepseek-v3", "deepseek-v3-dense"}
+    families |= {"deepseek-v2", "deepseek-v3", "deepseek-v3-dense", "deepseek-v32"}
     families |= {"jamba", "jamba-bias", "jamba-experts", "bamba", "bamba-bias"}
     families |= {"qwen3-next", "qwen3-next-experts", "gemma4", "gemma4-wide"}
     families |= {"kimi-linear", "kimi-linear-dense"}

@@ -11,6 +11,7 @@ from kvrt.serving.engine import Engine
 from kvrt.serving.request import Request
 from kvrt.serving.scheduling.step_plan import Rules
 from tests import retentiontoy, yocotoy
+from tests.indexedlm import IndexedLm
 from tests.latentlm import LatentLm
 from tests.sharedlm import SharedLm
 from tests.toys import DeltaLm, HybridLm, ToyLm
@@ -49,6 +50,7 @@ MODELS |= {
     "yoco": yocotoy.decoder,
     "retention": retentiontoy.decoder,
     "latent": functools.partial(LatentLm, masks=WINDOWS[:2]),
+    "indexed": IndexedLm,
     "full ropes": functools.partial(of_ropes, 100.0, 17.0, masks=[MaskSpec()] * 2),
 }
 

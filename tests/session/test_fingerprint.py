@@ -255,7 +255,8 @@ def test_every_field_has_a_place_in_the_schema():
     """A new field of a configuration needs a new schema number, and a table for this one."""
     full = completed(OLDER)
     # These are written where a model has them alone.
-    names = {f.name for f in dataclasses.fields(GroupSpec)} - {"kv_of", "latent_rank"}
+    alone = {"kv_of", "latent_rank", "indexed"}
+    names = {f.name for f in dataclasses.fields(GroupSpec)} - alone
     assert set(full["groups"][0]) == names
     assert set(full["groups"][0]["rope"]) == {f.name for f in dataclasses.fields(RopeSpec)} | {
         "n_ctx"

@@ -103,7 +103,7 @@ def case_of(
     n_q, n_kv = _of_device(query.n_heads, group.n_kv_heads, shards)
     kind: ExtendKind | None = config.self_extend and config.self_extend.kind
     return Case(
-        group=dataclasses.replace(group, layers=(0,), kv_of=(), n_kv_heads=n_kv),
+        group=dataclasses.replace(group, layers=(0,), kv_of=(), n_kv_heads=n_kv, indexed=None),
         n_q_heads=n_q,
         dtype=query.dtype,
         sinks=query.sinks,
@@ -178,6 +178,9 @@ class _Listener:
 
     def produce(self, layer: int, k: Array, v: Array | None) -> None:
         """It asks for nothing: it has no queries."""
+
+    def index(self, layer: int, q: Array, k: Array, weights: Array) -> None:
+        """It asks for nothing: a kernel has no part in it."""
 
     def for_tokens(self, ids: Array) -> "_Listener":
         """Whose queries they are makes no difference."""

@@ -33,6 +33,10 @@ class TappedAttend:
         """As of the step."""
         self._of_step.produce(layer, k, v)
 
+    def index(self, layer: int, q: Array, k: Array, weights: Array) -> None:
+        """As of the step."""
+        self._of_step.index(layer, q, k, weights)
+
     def for_tokens(self, ids: Array) -> Any:
         """As of the step: of layers that keep none."""
         return self._of_step.for_tokens(ids)

@@ -6,6 +6,7 @@ from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
 from kvrt.attention.select.labels import LabelArray
+from kvrt.attention.select.threshold import as_ordered, nth_greatest
 from kvrt.attention.softmax import MASKED
 from kvrt.attention.view import AnyView, SeqView
 from kvrt.cells import mask
@@ -143,21 +144,9 @@ def unit_weights(
 
 
 def _greatest(x: Float[Array, "H T U"], n: int) -> Int32[Array, "H T K"]:
-    """Indices of the n greatest, ascending, lower ones first of equals; without a sort.
-
-    The threshold is found bit by bit: floats are ordered as their bits are.
-    """
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    ordered = jnp.where(bits < 0, -(bits & jnp.int32(2**31 - 1)), bits)
-
-    def narrower(_: Array, ends: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = ends  # at least n are >= low, fewer than n are >= high
-        middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        enough = jnp.sum((ordered >= middle[..., None]).astype(jnp.int32), axis=2) >= n
-        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
-
-    ends = jnp.full(x.shape[:2], -(2**31), jnp.int32), jnp.full(x.shape[:2], 2**31 - 1, jnp.int32)
-    low, _ = lax.fori_loop(0, 32, narrower, ends)
+    """Indices of the n greatest, ascending, lower ones first of equals; without a sort."""
+    ordered = as_ordered(x)
+    low = nth_greatest(ordered, n)
     above, equal = ordered > low[..., None], ordered == low[..., None]
     n_above = jnp.sum(above.astype(jnp.int32), axis=2, keepdims=True)
     rank = jnp.cumsum(equal.astype(jnp.int32), axis=2)

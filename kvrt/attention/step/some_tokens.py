@@ -83,6 +83,10 @@ class SomeTokens:
         """Refused: keys and values are those of all tokens."""
         raise self._refusal(layer, "makes keys and values")
 
+    def index(self, layer: int, q: Array, k: Array, weights: Array) -> None:
+        """Refused: index keys are those of all tokens."""
+        raise self._refusal(layer, "keeps index keys")
+
     def recur(
         self,
         layer: int,

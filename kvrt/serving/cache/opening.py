@@ -11,6 +11,7 @@ from kvrt.config import CacheConfig, GroupSpec
 from kvrt.errors import BadConfig
 from kvrt.policies import AnyPolicy, ScoredPolicy, by_position
 from kvrt.program.device import Device
+from kvrt.program.labels import indexed
 from kvrt.program.layout import paged_layout
 from kvrt.program.mesh import MeshSpec, placement
 from kvrt.serving.cache.base import Space
@@ -41,7 +42,7 @@ def open_space(
 
     Raises:
       BadConfig: blocks, tiers, SelfExtend and the model's layers do not fit together, a budget has
-        no room for a request, or there are too few devices.
+        no room for a request, layers have an indexer, or there are too few devices.
     """
     drops, scored = by_position(policy), policy if isinstance(policy, ScoredPolicy) else None
     if scored is not None and scored.reads_whole:
@@ -50,6 +51,10 @@ def open_space(
             "reads prompts in parts, once; use SnapKV, or compress_prompt with a Runtime"
         )
     layers = layers_of(model, config, scored)
+    if options.mode == "paged":
+        indexed.refuse_with("an Engine in blocks, whose lists differ by pool", layers.groups)
+    if options.shared_reads:
+        indexed.refuse_with("shared_reads", layers.groups)
     sized = fit_budget(layers.groups, layers.recurrent, layers.config, options, drops)
     if sized.n_ctx != config.n_ctx:
         config = dataclasses.replace(config, n_ctx=sized.n_ctx)

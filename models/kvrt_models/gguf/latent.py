@@ -7,7 +7,8 @@ from kvrt.config import RopeSpec
 from kvrt.errors import UnsupportedModel
 from kvrt_models import spec
 from kvrt_models.header import Header
-from kvrt_models.spec import DecoderSpec, Experts, Latent, Layers
+from kvrt_models.layers.latent_sizes import Latent
+from kvrt_models.spec import DecoderSpec, Experts, Layers
 
 ARCH = "deepseek2"
 _SOFTMAX, _SIGMOID = 1, 2

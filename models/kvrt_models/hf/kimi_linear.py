@@ -7,8 +7,9 @@ from kvrt.errors import BadModelFile, UnsupportedModel
 from kvrt_models import spec
 from kvrt_models.header import REMEDY, Header, brief
 from kvrt_models.hf.hybrid import FULL, bad_list
+from kvrt_models.layers.latent_sizes import Latent
 from kvrt_models.layers.ssm import SsmSpec
-from kvrt_models.spec import DecoderSpec, Experts, Latent, Layers
+from kvrt_models.spec import DecoderSpec, Experts, Layers
 
 ARCH = "kimi_linear"
 _DELTA = "linear_attention"

@@ -36,6 +36,7 @@ _HYBRID = {
     "llama4_text": hf_experts.llama4,
     "deepseek_v2": hf_latent.deepseek,
     "deepseek_v3": hf_latent.deepseek,
+    hf_latent.INDEXED: hf_latent.deepseek,
     YOCO: yoco,
 }
 # Models of several kinds of input, of which the text part alone is read.

@@ -33,6 +33,7 @@ _HF_MODULES = {
     "qwen3_next": "mlp",
     "deepseek_v2": "mlp",
     "deepseek_v3": "mlp",
+    "deepseek_v32": "mlp",
     "kimi_linear": "block_sparse_moe",
 }
 _HF_NAMES = {
@@ -56,7 +57,7 @@ _HF_NAMES_OF_DEEPSEEK = {
 
 
 # Families whose files have a tensor for each expert.
-_BY_EXPERT = ("jamba", "qwen3_next", "deepseek_v2", "deepseek_v3", "kimi_linear")
+_BY_EXPERT = ("jamba", "qwen3_next", "deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_linear")
 _HF_NAMES_OF_ONE = {
     "ffn_gate_exps": "gate_proj",
     "ffn_up_exps": "up_proj",

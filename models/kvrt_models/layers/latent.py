@@ -14,8 +14,42 @@ from flax import nnx
 
 from kvrt.arrays import Array, Float
 from kvrt.attention.contract import Attend
-from kvrt_models.layers.linear import Linear, Matrix, rms_norm
-from kvrt_models.spec import DecoderSpec, Latent
+from kvrt_models.layers.latent_sizes import Indexer, Latent
+from kvrt_models.layers.linear import Linear, Matrix, layer_norm, rms_norm
+from kvrt_models.spec import DecoderSpec
+
+# Of the norm of index keys, whatever the file says of others.
+_KEY_EPS = 1e-6
+
+
+class IndexProjections(nnx.Module):
+    """Index queries, keys and weights of heads, of one layer; one key for all heads.
+
+    Source: DeepSeek-V3.2-Exp `inference/model.py`, "Indexer", without its Hadamard transform and
+    its eight bits: the former changes no product, the latter is a matter of storage.
+    """
+
+    def __init__(self, latent: Latent, of: Indexer, weights: Mapping[str, Matrix], at: str):
+        """Takes the weights whose names begin with `at`."""
+        self.of, self.n_rope = of, latent.n_rope
+        self.q, self.k = (Linear.named(weights, f"{at}{x}") for x in ("q_b", "k"))
+        self.k_norm = nnx.Param(weights[f"{at}k_norm.weight"])
+        self.k_norm_bias = nnx.Param(weights[f"{at}k_norm.bias"])
+        self.heads = Linear.named(weights, f"{at}weights")
+
+    def __call__(
+        self, h: Float[Array, "T E"], narrow: Float[Array, "T I"]
+    ) -> tuple[Float[Array, "T Hi D"], Float[Array, "T 1 D"], Float[Array, "T Hi"]]:
+        """Of the normed stream, and of the latent that queries are made of."""
+        of, n = self.of, h.shape[0]
+        k = layer_norm(self.k(h), self.k_norm[...], self.k_norm_bias[...], _KEY_EPS)
+        weights = self.heads(h) * (of.n_heads * of.head_dim) ** -0.5
+        q = self.q(narrow).reshape(n, of.n_heads, -1)
+        return self._rope_last(q), self._rope_last(k[:, None]), weights
+
+    def _rope_last(self, x: Float[Array, "T _ D"]) -> Array:
+        """The channels that are rotated behind the others, as a cache has them."""
+        return jnp.roll(x, -self.n_rope, axis=2)
 
 
 class LatentAttention(nnx.Module):
@@ -33,14 +67,18 @@ class LatentAttention(nnx.Module):
         self.k_b = nnx.Param(weights[f"{at}k_b.weight"])
         self.v_b = nnx.Param(weights[f"{at}v_b.weight"])
         self.out = Linear.named(weights, f"{at}output")
+        at = f"blk.{layer}.indexer_"
+        self.indexer = IndexProjections(of, of.indexer, weights, at) if of.indexer else None
 
     def __call__(self, h: Float[Array, "T E"], attend: Attend) -> Float[Array, "T E"]:
         """What attention gives each token."""
         of, n = self.of, h.shape[0]
+        narrow = h
         if self.q_a is not None and self.q_a_norm is not None:
-            q = self.q(rms_norm(self.q_a(h), self.q_a_norm[...], of.norm_eps))
-        else:
-            q = self.q(h)
+            narrow = rms_norm(self.q_a(h), self.q_a_norm[...], of.norm_eps)
+        if self.indexer is not None:
+            attend.index(self.layer, *self.indexer(h, narrow))
+        q = self.q(narrow)
         plain, rotary = jnp.split(q.reshape(n, self.n_heads, -1), [of.n_nope], axis=2)
         latent, key = jnp.split(self.kv_a(h), [of.rank], axis=1)
         latent = rms_norm(latent, self.kv_a_norm[...], of.norm_eps)

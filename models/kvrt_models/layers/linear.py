@@ -99,6 +99,17 @@ def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -
     return unit_norm(x, eps) * weight
 
 
+def layer_norm(
+    x: Float[Array, "... D"], weight: Float[Array, " D"], bias: Float[Array, " D"], eps: float
+) -> Array:
+    """Norm about the mean, in float32."""
+    x = x.astype(jnp.float32)
+    weight, bias = (
+        y.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + y.shape) for y in (weight, bias)
+    )
+    return unit_norm(x - jnp.mean(x, axis=-1, keepdims=True), eps) * weight + bias
+
+
 def _dot(x: Array, weight: Array) -> Array:
     return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from kvrt_models.layers import expert_tensors, ssm
 from kvrt_models.layers.gemma.sizes import LayerInputs
-from kvrt_models.spec import DecoderSpec, Latent
+from kvrt_models.layers.latent_sizes import Latent
+from kvrt_models.spec import DecoderSpec
 
 # GGUF names of a block's tensors and what Hugging Face calls them.
 _BLOCK_NAMES = {
@@ -62,6 +63,10 @@ _LATENT_NAMES = {
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     "attn_k_b": "self_attn.kv_b_proj",
     "attn_v_b": "self_attn.kv_b_proj",
+    "indexer_q_b": "self_attn.indexer.wq_b",
+    "indexer_k": "self_attn.indexer.wk",
+    "indexer_k_norm": "self_attn.indexer.k_norm",
+    "indexer_weights": "self_attn.indexer.weights_proj",
 }
 _OF_HEADS = ("attn_q", "attn_k", "attn_v", "attn_q_norm", "attn_k_norm")
 # Decoder's names that the GGUF of a family has otherwise.
@@ -88,6 +93,7 @@ _STACKED = {
 }
 _DENSE = ("ffn_gate", "ffn_up", "ffn_down")
 _SMALL = ("ffn_gate_inp", "attn_k_b", "attn_v_b", "altup_predict", "altup_correct", "altup_router")
+_SMALL += ("indexer_weights",)
 # Of a layer that only makes keys and values, which Hugging Face's files do not count as one.
 _PRODUCER_NAMES = {"attn_norm": "kv_layer_norm", "attn_k": "k_proj", "attn_v": "v_proj"}
 
@@ -111,6 +117,7 @@ def _layer_names(of: DecoderSpec, layer: int) -> list[str]:
     kinds = [kind for kind in _block_names(of) if not left_out.get(kind)]
     biased = ["attn_q", "attn_k", "attn_v"] if of.qkv_bias else []
     biased += ["attn_output"] if of.out_bias else []
+    biased += ["indexer_k_norm"] if of.latent and of.latent.indexer else []
     if of.experts is not None and layer in of.experts.layers:
         kinds = [k for k in kinds if of.experts.beside or k not in _DENSE]
         kinds += expert_tensors.expert_kinds(of.experts)
@@ -126,7 +133,10 @@ def _without(latent: Latent | None) -> dict[str, bool]:
     if latent is None:
         return {}
     two = latent.q_rank > 0
-    return {"attn_q": two, "attn_q_a": not two, "attn_q_a_norm": not two, "attn_q_b": not two}
+    left_out = dict.fromkeys((x for x in _LATENT_NAMES if x.startswith("indexer_")), True)
+    left_out = {} if latent.indexer else left_out
+    left_out |= {"attn_q": two}
+    return left_out | dict.fromkeys(("attn_q_a", "attn_q_a_norm", "attn_q_b"), not two)
 
 
 def _has(of: DecoderSpec, layer: int, name: str) -> bool:
@@ -223,7 +233,12 @@ def _latent_shapes(of: DecoderSpec) -> dict[str, tuple[int, ...]]:
     to = of.latent
     assert to is not None
     q = of.n_heads * (to.n_nope + to.n_rope)
+    n_index, index_dim = (to.indexer.n_heads, to.indexer.head_dim) if to.indexer else (0, 0)
     return {
+        "indexer_q_b": (n_index * index_dim, to.q_rank),
+        "indexer_k": (index_dim, of.n_embd),
+        "indexer_k_norm": (index_dim,),
+        "indexer_weights": (n_index, of.n_embd),
         "attn_q": (q, of.n_embd),
         "attn_q_a": (to.q_rank, of.n_embd),
         "attn_q_a_norm": (to.q_rank,),

@@ -1,0 +1,32 @@
+"""Cells whose queries read few tokens by an indexer (DeepSeek-V3.2), beside the pairs of all axes.
+
+The value `indexed` of the axis `layers` is that of `latent` with index keys. The cells have between
+them every place, policy, frame of keys, KV dtype, state and way to decode that is not refused.
+"""
+
+from tests.matrix.axes import Cell
+
+INDEXED = (
+    Cell("context_shift", "engine_cells", layers="indexed"),
+    Cell("context_shift", dtype="f16", layers="indexed", state="session"),
+    Cell("context_shift", layers="indexed", state="checkpoints"),
+    Cell("extend_cache", "engine_cells", "read", "int4", "indexed", state="prefix", decode="beams"),
+    Cell("attention_sinks", "engine_cells", dtype="bf16", layers="indexed", decode="fork"),
+    Cell("attention_sinks", dtype="int8", layers="indexed"),
+    Cell(where="blocks", dtype="q8_0", layers="indexed", state="modules"),
+    Cell(rope="read", dtype="int2", layers="indexed"),
+)
+# By what is said when the object is made, a cell that is refused.
+NOT_INDEXED = {
+    "an Engine in blocks, whose lists differ by pool: not built": Cell(
+        where="engine_paged", layers="indexed"
+    ),
+    "shared_reads: not built": Cell(where="engine_cells", layers="indexed", decode="shared"),
+    "a blend of chunks: not built": Cell(layers="indexed", state="chunks"),
+    "drafts: not built": Cell(layers="indexed", speculation="ngram"),
+    "an indexer was trained to rank them by exact ones": Cell(
+        "extend_paper", rope="read", layers="indexed"
+    ),
+    "keys by channel change when the last of a group comes": Cell(dtype="kivi4", layers="indexed"),
+    "read their keys from two arrays, kernels from one": Cell(layers="indexed", attention="gpu"),
+}

@@ -1,0 +1,19 @@
+"""Cells with an indexer, equal to the oracle that sorts scores or refused when made."""
+
+import pytest
+
+from tests.matrix.indexed import INDEXED, NOT_INDEXED
+from tests.matrix.judged import assert_equal, outcome
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", INDEXED, ids=str)
+def test_a_cell_with_an_indexer_is_equal_to_its_oracle(cell):
+    assert_equal(cell)
+
+
+@pytest.mark.parametrize("says", NOT_INDEXED)
+def test_a_cell_is_refused_with_reason_and_remedy(says):
+    found = outcome(NOT_INDEXED[says])
+    assert found.kind == "refused" and says in found.text
+    assert ";" in found.text and "\n" not in found.text
