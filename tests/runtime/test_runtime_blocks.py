@@ -328,6 +328,7 @@ def test_room_is_what_can_be_taken_in(full):
     assert full.n_free == 0 and full.seq_pos_max(0) == 15 and full.seq_pos_max(1) == 14
     # Tokens that others share are copied by who writes to their block.
     full.seq_rm(1)
+    full.seq_rm(2, 5)
     full.seq_rm(0, 3)
     assert full.table(0) == ((0,),)
     full.append(TEXT[3:5])
