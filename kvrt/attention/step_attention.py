@@ -28,7 +28,7 @@ from kvrt.attention.types import (
 from kvrt.attention.view import AnyView, BlockView, SeqView
 from kvrt.config import MAX_POS, CacheConfig, GroupSpec
 from kvrt.errors import BadConfig
-from kvrt.select_spec import DoubleSparsity, Select
+from kvrt.select_spec import DoubleSparsity, Indexed, Select
 from kvrt.store import hadamard, recurrent
 from kvrt.store.codec import Quantized
 from kvrt.store.kv import KVStore
@@ -121,15 +121,11 @@ class StepAttention:
         else:
             k, v = self._own(layer, k, v)
         found = []
-        indexes = self._by_index(layer) if here.group.indexed else None
+        reads = self.output if here.group.indexed is None else self._indexed(layer)
         for part, tokens in here.by_part(q, k, v):
             own_q, own_k, own_v = tokens
             args = self.arguments(here, part, own_q, own_k, own_v, sinks)
-            if indexes is None or here.group.indexed is None:
-                out = self.output(layer, part, tokens, args)
-            else:
-                out = indexer.jitted(args, next(indexes), here.group.indexed.n_cells, attend)
-            found.append((out, own_k if self.unrotated else args[0].k))
+            found.append((reads(layer, part, tokens, args), own_k if self.unrotated else args[0].k))
         out, keys = (x[0] if len(x) == 1 else jnp.concatenate(x) for x in zip(*found, strict=True))
         if here.read is None:
             self.k_new[layer], self.v_new[layer] = keys[:, :, rank:] if rank else keys, v
@@ -153,13 +149,18 @@ class StepAttention:
         self.produce(indexed.keys_layer(layer), k, None)
         self.indexes[layer] = q, weights
 
-    def _by_index(self, layer: int) -> Iterator[indexer.Index]:
-        """What the tokens of each part choose by."""
-        group = self.layers[layer].group
-        if group.indexed is None or layer not in self.indexes:
+    def _indexed(self, layer: int) -> Callable[..., Array]:
+        """As `output`, of parts in their order, whose tokens read what an indexer chooses."""
+        indexed = self.layers[layer].group.indexed
+        if indexed is None or layer not in self.indexes:
             raise BadConfig(f"layer {layer} chooses by an indexer; call Attend.index before it")
-        keys_layer = group.indexed.keys_layer(layer)
-        keys, n_cells = self.layers[keys_layer], group.indexed.n_cells
+        found, n = self._by_index(layer, indexed), indexed.n_cells
+        return lambda layer, part, tokens, args: indexer.jitted(args, next(found), n, attend)
+
+    def _by_index(self, layer: int, indexed: Indexed) -> Iterator[indexer.Index]:
+        """What the tokens of each part choose by."""
+        keys_layer = indexed.keys_layer(layer)
+        keys, n_cells = self.layers[keys_layer], indexed.n_cells
         tokens = (*self.indexes[layer], *self.own[keys_layer])
         for part, (q, weights, k, v) in keys.by_part(*tokens):
             args = self.arguments(keys, part, q, k, v, None)
