@@ -1,6 +1,10 @@
-"""Which cases of a test are slow: the default suite runs one of each, for it takes few minutes."""
+"""Which cases of a test are slow, and which of these CI leaves to `pytest --full`.
 
-from collections.abc import Iterable
+The default suite runs one case of each test that takes long, CI enough of them that each value of a
+grid is there; whole grids are part of the soak.
+"""
+
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -9,6 +13,26 @@ import pytest
 def slow(*values: Any) -> Any:
     """A case that the default suite leaves out."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def full(*values: Any) -> Any:
+    """A case that CI has no time for either."""
+    return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.full])
+
+
+def in_turn(
+    first: Iterable[Any], second: Sequence[Any], fast: Container[tuple[Any, Any]] = ()
+) -> list[Any]:
+    """Pairs of two values, of which CI has each first value once, with the second ones in turn.
+
+    Pairs in `fast` are those of the default suite.
+    """
+    out = []
+    for i, a in enumerate(first):
+        for j, b in enumerate(second):
+            mark = slow if i % len(second) == j else full
+            out.append((a, b) if (a, b) in fast else mark(a, b))
+    return out
 
 
 def first_fast(values: Iterable[Any]) -> list[Any]:

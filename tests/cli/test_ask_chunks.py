@@ -8,6 +8,7 @@ from test_mistakes import fails
 
 from kvrt import ChunkStore, session
 from kvrt.errors import SaveError
+from tests.marks import full
 
 pytestmark = pytest.mark.slow  # of four layers more programs are compiled
 TEXTS = {"a": "the sand of the sea and the rest of the land", "b": "in the mist on the water"}
@@ -125,7 +126,7 @@ def test_texts_are_computed_once_and_kept(ask, chunks, tmp_path):
     session.read(kept[0])
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "q8_0", "int4"])
+@pytest.mark.parametrize("kv_dtype", [full("int8"), full("q8_0"), "int4"])
 def test_quantized_chunks(ask, kvrt, chunks, tmp_path, kv_dtype):
     types = ["--cache_type_k", kv_dtype, "--cache_type_v", kv_dtype]
     files = {name: tmp_path / f"{name}.txt" for name in TEXTS}

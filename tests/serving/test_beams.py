@@ -9,7 +9,7 @@ from kvrt import Sampling, SelfExtend
 from kvrt.errors import BadRequest
 from kvrt.policies import AttentionSinks, ContextShift
 from kvrt.serving.scheduling.step_plan import Rules
-from tests.marks import slow
+from tests.marks import in_turn, slow
 from tests.serving.engines import KINDS, N_BATCH, N_ROWS, alone, ask, make, runtime
 from tests.serving.plainbeams import beam_search
 from tests.serving.soundcells import assert_sound
@@ -103,8 +103,7 @@ def test_beams_beside_other_requests_are_those_of_brute_force(mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "mode"), in_turn(KINDS, MODES))
 def test_beams_of_all_kinds_of_layers(kind, mode):
     """Prompts that end within a block and with one; penalties, and early stopping."""
     engine = make(kind, mode)

@@ -9,18 +9,15 @@ from kvrt.errors import BadConfig, BadRequest, BadToken
 from kvrt.policies import AttentionSinks, ContextShift
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.scheduling.step_plan import Rules
-from tests.serving.engines import MODELS, N_BATCH, N_ROWS, B, ask, drawn, make, served
+from tests.marks import full, in_turn
+from tests.serving.engines import MODELS, N_BATCH, N_ROWS, OF_ALL, B, ask, drawn, make, served
 from tests.serving.soundcells import assert_sound
 
 MODES = [pytest.param("cell", marks=pytest.mark.slow), "paged"]
 N_DRAFT = 3
 # Of two modes and all kinds of layers, those in the default suite.
 FAST = {("full", "cell"), ("recurrent", "paged")}
-LAYERS = [
-    pytest.param(k, m, marks=() if (k, m) in FAST else pytest.mark.slow)
-    for k in MODELS
-    for m in ("cell", "paged")
-]
+LAYERS = in_turn(OF_ALL, ("cell", "paged"), FAST)
 
 
 class Script:
@@ -111,10 +108,10 @@ def test_a_small_pool_preempts_and_changes_no_text(mode, monkeypatch):
     ("kind", "mode"),
     [
         ("full", "paged"),
-        pytest.param("full", "cell", marks=pytest.mark.slow),
-        pytest.param("window", "paged", marks=pytest.mark.slow),
-        pytest.param("window", "cell", marks=pytest.mark.slow),
-        pytest.param("recurrent", "paged", marks=pytest.mark.slow),
+        full("full", "cell"),
+        full("window", "paged"),
+        ("window", "cell"),
+        ("recurrent", "paged"),
     ],
 )
 def test_hits_on_what_drafts_have_made_are_as_misses(kind, mode, monkeypatch):

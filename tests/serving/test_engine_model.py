@@ -5,6 +5,7 @@ import pytest
 
 from kvrt import CacheConfig, Engine, EngineConfig, Request
 from kvrt_models.load import load
+from tests.marks import full
 
 pytestmark = pytest.mark.model
 
@@ -22,7 +23,9 @@ def serve(engine, asked):
     return tokens, cached, logits
 
 
-@pytest.mark.parametrize(("n_tokens", "n_ubatch", "n_ctx"), [(900, 96, 1024), (1100, 1024, 2048)])
+@pytest.mark.parametrize(
+    ("n_tokens", "n_ubatch", "n_ctx"), [full(900, 96, 1024), (1100, 1024, 2048)]
+)
 def test_gemma_in_blocks_is_gemma_in_cells_when_its_windows_slide(n_tokens, n_ubatch, n_ctx):
     """To the bit, in steps that its windows of 512 are no multiple of, or longer than these."""
     decoder = load("gemma3-270m").decoder

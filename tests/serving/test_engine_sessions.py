@@ -20,7 +20,7 @@ from kvrt.errors import (
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.offload import TierConfig
-from tests.marks import slow
+from tests.marks import full, slow
 from tests.serving.engines import MODELS, N_BATCH, B, ask, make, one, run
 
 # Logits of 6 and less: only which tokens are summed together differs.
@@ -78,11 +78,11 @@ def runtime_of(kind, **options):
     ("mode", "kind", "dtype", "rope"),
     [
         ("paged", "full", "f32", "write"),
-        slow("paged", "full", "int8", "read"),
+        full("paged", "full", "int8", "read"),
         slow("paged", "window", "int8", "read"),
         slow("paged", "recurrent", "f32", "write"),
-        slow("paged", "states", "f32", "write"),
-        slow("cell", "full", "f32", "write"),
+        full("paged", "states", "f32", "write"),
+        full("cell", "full", "f32", "write"),
         slow("cell", "window", "int8", "read"),
         ("cell", "recurrent", "f32", "write"),
     ],

@@ -7,7 +7,7 @@ from kvrt import After, Sampling, SelfExtend
 from kvrt.errors import BadRequest, CacheFull
 from kvrt.policies import AttentionSinks, ContextShift
 from kvrt.serving.scheduling.step_plan import Rules
-from tests.marks import first_fast
+from tests.marks import first_fast, in_turn
 from tests.serving.engines import KINDS, N_BATCH, N_ROWS, ask, make, runtime
 from tests.serving.soundcells import assert_sound
 
@@ -75,8 +75,7 @@ def test_a_fork_goes_its_own_way_and_its_source_as_before(mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "mode"), in_turn(KINDS, MODES))
 def test_forks_of_all_kinds_of_layers(kind, mode):
     engine = make(kind, mode)
     for n, n_prompt, sampling in ((1, 7, PENALTY), (6, 30, Sampling())):
