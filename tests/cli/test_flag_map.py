@@ -48,6 +48,7 @@ OTHERS = {
         "arrays that a step is given",
     ),
     "DraftContext": "what a drafter is given",
+    "Indexed": "the model's: what its indexer chooses by",
     "Select": "what Quest and DoubleSparsity have in common",
     **dict.fromkeys(("Observed", "QuerySums", "Seen", "Tap"), "what a policy by score is given"),
     "ScoredPolicy": "--policy names one, --policy_budget and --policy_interval its sizes",

@@ -35,10 +35,10 @@ class Requests(EngineHistory):
         """As of `EngineHistory`; after a preemption begins anew with what is still found."""
         tokens, found = self.tokens[name], iter(self.logits[name])
         n_prompt = n_known = len(tokens) - len(self.logits[name])
-        seq, n_done = self.begun(tokens, self.chunks[name][0][0])
+        seq, n_done = self.begun(tokens, self.chunks[name][0][0], n_prompt)
         for start, n in self.chunks[name]:
             if start != n_done:
-                seq, n_done = self.begun(tokens, start)
+                seq, n_done = self.begun(tokens, start, n_prompt)
             n_done += n
             wanted = self.stepped(seq, tokens[start:n_done])
             if n_done == n_known:
