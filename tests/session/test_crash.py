@@ -201,7 +201,7 @@ def killed(path: Path, n: int) -> list[str]:
 def test_kills_lose_no_session(tmp_path, budget):
     n_kills = budget(40, 200)
     *sizes, n = killed(tmp_path / "x.kv", n_kills)
-    assert n == str(n_kills) and len(sizes) >= 3
+    assert n == str(n_kills) and len(sizes) >= 2
     session.save(tmp_path / "x.kv", snapshot())
     assert sorted(p.name for p in tmp_path.iterdir()) == [".x.kv.lock", "x.kv"]
 
