@@ -36,7 +36,7 @@ from kvrt.runtime.compress import REPEAT, compress_prompt
 from kvrt.runtime.heavy_channels import read_channels
 from kvrt_models.load import Model, load
 from scripts._lib import texts
-from scripts._lib.measure import log_probs
+from scripts._lib.measure import kl, log_probs
 from scripts.experiments import needle
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known name, file or folder.")
@@ -173,7 +173,7 @@ def measured(
     kls, nlls = [], []
     for text, exact in zip(*plays, strict=True):
         p, q = log_probs(exact), log_probs(_logits(runtime, text, model))
-        kls.append(float((np.exp(p) * (p - q)).sum(axis=1).mean()))
+        kls.append(float(kl(p, q).mean()))
         rest = text[_N_PROMPT.value + 1 :][: len(q) - 1]
         nlls.append(-float(np.mean(q[np.arange(len(rest)), rest])))
     read = _once if name == _ONCE else functools.partial(_asking, model)

@@ -178,8 +178,7 @@ WAYS: Mapping[str, Way] = {"full": full, "prefix": prefix, "moved": moved, "blen
 
 def divergence(exact: np.ndarray, found: np.ndarray) -> float:
     """Mean KL of two lists of logits."""
-    p, q = measure.log_probs(exact), measure.log_probs(found)
-    return float((np.exp(p) * (p - q)).sum(axis=1).mean())
+    return float(measure.kl(measure.log_probs(exact), measure.log_probs(found)).mean())
 
 
 def plot(found: list[dict[str, Any]], path: str) -> None:

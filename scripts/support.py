@@ -7,13 +7,13 @@ tests compare with an oracle. Nothing is run here.
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from absl import app
 
 from tests.matrix import covering
-from tests.matrix.axes import AXES, DEBTS, MEANING, REFUSED, RULES, Rule
+from tests.matrix.axes import AXES, DEBTS, MEANING, REFUSED, RULES, Cell, Rule
 from tests.matrix.drafted import DRAFTED, NOT_DRAFTED
 from tests.matrix.families import FAMILIES, LIMIT
 from tests.matrix.indexed import INDEXED, NOT_INDEXED
@@ -126,9 +126,7 @@ def _drafts() -> str:
         "layer has tests of its own, `tests/runtime/test_speculation.py` and",
         "`tests/serving/test_engine_drafts.py`.\n",
     ]
-    lines += [f"- `test_matrix_drafts.py[{cell}]`" for cell in DRAFTED]
-    lines += [f"- refused, `{cell}`: {says}" for says, cell in NOT_DRAFTED.items()]
-    return "\n".join(lines) + "\n"
+    return _beside(lines, "test_matrix_drafts.py", DRAFTED, NOT_DRAFTED)
 
 
 def _indexed() -> str:
@@ -138,9 +136,16 @@ def _indexed() -> str:
         "tokens that an indexer scores highest (`GroupSpec.indexed`). They stand beside the pairs;",
         "on a mesh such layers are refused as well.\n",
     ]
-    lines += [f"- `test_matrix_indexed.py[{cell}]`" for cell in INDEXED]
-    lines += [f"- refused, `{cell}`: {says}" for says, cell in NOT_INDEXED.items()]
-    return "\n".join(lines) + "\n"
+    return _beside(lines, "test_matrix_indexed.py", INDEXED, NOT_INDEXED)
+
+
+def _beside(
+    lines: Sequence[str], test: str, cells: Sequence[Cell], refused: Mapping[str, Cell]
+) -> str:
+    """A section of cells that stand beside the pairs; those refused by what is said."""
+    proved = [f"- `{test}[{cell}]`" for cell in cells]
+    others = [f"- refused, `{cell}`: {says}" for says, cell in refused.items()]
+    return "\n".join([*lines, *proved, *others]) + "\n"
 
 
 def _rules(title: str, rules: Sequence[Rule]) -> str:

@@ -156,3 +156,8 @@ def log_probs(logits: np.ndarray) -> np.ndarray:
     wide = logits.astype(np.float64)
     wide -= wide.max(axis=1, keepdims=True)
     return wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
+
+
+def kl(exact: np.ndarray, found: np.ndarray) -> np.ndarray:
+    """KL divergence of each row [n] of one list of log probabilities [n, V] from another's."""
+    return (np.exp(exact) * (exact - found)).sum(axis=1)

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvrt import Runtime
 from scripts._lib import texts
-from scripts._lib.measure import log_probs
+from scripts._lib.measure import kl, log_probs
 from scripts.experiments.kinds import N_UNSCORED
 
 # Tokens of a play that are read, of which the first are not scored; CHUNK of them come in at once.
@@ -66,7 +66,7 @@ def compared(
             p, q = (log_probs(x[at : at + CHUNK]) for x in (a, b))
             targets = np.asarray(tokens[N_UNSCORED + at + 1 :][: len(p)])
             losses.append(-q[np.arange(len(q)), targets])
-            kls.append((np.exp(p) * (p - q)).sum(axis=1))
+            kls.append(kl(p, q))
             same.append(p.argmax(axis=1) == q.argmax(axis=1))
     mean = [float(np.concatenate(x).mean()) for x in (losses, kls, same)]
     return Quality(perplexity=float(np.exp(mean[0])), kl=mean[1], top1=mean[2])

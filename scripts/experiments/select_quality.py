@@ -129,7 +129,7 @@ def _needles(model: Model) -> list[needle.Needle]:
 def _emit(
     method: Method, text: str, log_probs: np.ndarray, dense: np.ndarray, tokens: Sequence[int]
 ) -> None:
-    kl = float(np.mean(np.sum(np.exp(dense) * (dense - log_probs), axis=1)))
+    kl = float(measure.kl(dense, log_probs).mean())
     rows = np.arange(len(tokens))
     ppl, base = (float(np.exp(-x[rows, tokens].mean())) for x in (log_probs, dense))
     top1 = float(np.mean(log_probs.argmax(1) == dense.argmax(1)))

@@ -117,7 +117,7 @@ def _kl(runtime: Runtime, ids: list[int]) -> dict[str, Any]:
     """Of single steps from steps of as many tokens as a round has, both of the plain text."""
     text, _ = _timed(runtime, ids)
     single, rounds = (_log_probs(runtime, ids, text, n) for n in (1, 1 + _N_DRAFT.value))
-    kl = (np.exp(single) * (single - rounds)).sum(axis=1)
+    kl = measure.kl(single, rounds)
     other = int((single.argmax(axis=1) != rounds.argmax(axis=1)).sum())
     return {"kl": float(kl.mean()), "greatest_kl": float(kl.max()), "n_other_best": other}
 
@@ -127,10 +127,8 @@ def _log_probs(runtime: Runtime, ids: list[int], text: list[int], n: int) -> np.
     runtime.clear()
     runtime.prefill(ids)
     parts = [text[i : i + n] for i in range(0, len(text), n)]
-    logits = [np.asarray(runtime.append(x, out_ids=range(len(x))), np.float64) for x in parts]
-    rows = np.concatenate(logits)
-    rows -= rows.max(axis=1, keepdims=True)
-    return rows - np.log(np.exp(rows).sum(axis=1, keepdims=True))
+    logits = [np.asarray(runtime.append(x, out_ids=range(len(x)))) for x in parts]
+    return measure.log_probs(np.concatenate(logits))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from kvrt.reuse.blend import BlendSpec, Named
 from kvrt.runtime.chunks.chunk import CachedChunk
 from kvrt_models.load import load
 from scripts._lib import texts
-from scripts._lib.measure import log_probs
+from scripts._lib.measure import kl, log_probs
 from scripts.experiments.reuse.dense_blend import DenseBlend, Mask
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known name, file or folder.")
@@ -227,8 +227,7 @@ def question_logits(runtime: Runtime, tokens: list[int], n: int) -> np.ndarray:
 
 def divergence(exact: np.ndarray, found: np.ndarray) -> float:
     """Mean KL of two lists of logits."""
-    p, q = log_probs(exact), log_probs(found)
-    return float((np.exp(p) * (p - q)).sum(axis=1).mean())
+    return float(kl(log_probs(exact), log_probs(found)).mean())
 
 
 if __name__ == "__main__":
