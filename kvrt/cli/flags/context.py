@@ -70,7 +70,6 @@ class KeepFlags(Options):
     policy_interval: int = _policy(
         64, "tokens between two evictions of a --policy by score", "N", low=1
     )
-
     streaming_heads: str | None = _policy(
         None,
         "with --policy duo_attention: the kv heads that keep --n_stream tokens, a file that "
@@ -81,10 +80,15 @@ class KeepFlags(Options):
         128, "tokens that heads of --streaming_heads keep: sinks and the newest", "N", low=1
     )
 
+    @property
+    def policy_name(self) -> PolicyName:
+        """The policy that is meant."""
+        raise NotImplementedError  # of the groups of flags with a --policy
+
     def check(self) -> None:
         """Refuses heads that stream without the policy that has them, and that policy without."""
         super().check()
-        duo = getattr(self, "policy", None) == "duo_attention"
+        duo = self.policy_name == "duo_attention"
         if duo and self.streaming_heads is None:
             raise UsageError(
                 "--policy duo_attention wants to know which heads stream; add --streaming_heads "
@@ -135,6 +139,11 @@ class BatchPolicyFlags(KeepFlags):
         "what a request keeps beyond --n_ctx_seq (none refuses it), or by score",
         "NAME",
     )
+
+    @property
+    def policy_name(self) -> PolicyName:
+        """The policy that is meant."""
+        return self.policy
 
 
 @flag_group

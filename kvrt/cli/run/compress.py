@@ -36,14 +36,15 @@ def read_compressed(
     policy = runtime.stats().scored
     assert policy is not None, "asked before"
     name, n, ask = type(policy).__name__, len(reading.ids), list[int]()
+    n_all = n
     if policy.reads_whole:
         ask = tokenizer.encode(REPEAT, add_special=False)
+        n_all = 2 * n + len(ask)
         if not quiet:
             output.note(
-                f"{name} has the prompt repeated: {2 * n + len(ask):,} tokens are evaluated for "
+                f"{name} has the prompt repeated: {n_all:,} tokens are evaluated for "
                 f"its {n:,}, each time beside all of them: several times a prefill"
             )
-    n_all = 2 * n + len(ask) if policy.reads_whole else n
     compiled, start = runtime.stats().compile_s, time.perf_counter()
     try:
         with summary.prefill_bar(n_all, not quiet) as show:

@@ -131,8 +131,8 @@ def by_score(options: _Options, spec: DecoderSpec, n_ctx: int) -> ScoredPolicy:
       UsageError: the budget is no size.
       BadConfig: it leaves no token to choose.
     """
-    name, said = options.policy_name if isinstance(options, EvalFlags) else options.policy, options
-    interval, text = said.policy_interval, said.policy_budget.strip()
+    name, interval = options.policy_name, options.policy_interval
+    text = options.policy_budget.strip()
     more: dict[str, Any] = {"n_sink": options.n_sink} if _says_sinks(options) else {}
     if text.isdecimal():
         n = int(text)

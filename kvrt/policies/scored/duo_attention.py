@@ -8,6 +8,8 @@ from kvrt.arrays import Array, Float
 from kvrt.attention.scored.policy import HeadPart, ScoredPolicy, Seen
 from kvrt.errors import BadConfig
 
+_MOST_BYTES = 1 << 24  # of a file of heads
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DuoAttention(ScoredPolicy):
@@ -81,6 +83,3 @@ def read_streaming(text: str) -> tuple[tuple[int, ...], ...]:
     ):
         raise BadConfig(f"{text} has no streaming heads; make one with scripts.streaming_heads")
     return tuple(tuple(heads) for heads in layers)
-
-
-_MOST_BYTES = 1 << 24  # of a file of heads
