@@ -34,6 +34,14 @@ def assert_ruled(rule: Rule, cell: Cell) -> None:
         assert reason and remedy and "\n" not in found.text, found.text
 
 
+def refused(cell: Cell, says: str) -> str:
+    """The error that refuses a cell beside the pairs when it is made: one line, with a remedy."""
+    found = outcome(cell)
+    assert found.kind == "refused" and says in found.text
+    assert ";" in found.text and "\n" not in found.text
+    return found.error
+
+
 def outcome(cell: Cell) -> Outcome:
     """How a cell ends; those of a mesh many at once, elsewhere."""
     if cell.devices != "mesh":

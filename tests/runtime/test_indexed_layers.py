@@ -28,10 +28,10 @@ from kvrt.policies.scored import H2O
 from kvrt.session import described
 from tests.indexedlm import INDEX, N_CELLS, PLAIN, IndexedLm, PlainIndexed
 from tests.latentlm import ROPE, Plain, rotated
+from tests.marks import slow
+from tests.runtime.alongside import TEXT, read
 
-TEXT = [(7 * i + i // 5) % 32 for i in range(80)]
 SIZES = {"n_ctx": 64, "block_size": 8, "n_ubatch": 8, "n_seq_max": 3}
-SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @functools.cache
@@ -48,12 +48,6 @@ def runtime(policy=None, **options):
     found = made(policy, **options)
     found.clear()
     return found
-
-
-def read(at, oracle, tokens, seq_id=0, tolerance=1e-4):
-    """Both take the tokens, eight a step; the logits of all of them are equal."""
-    found = at.append(tokens, seq_id, out_ids=range(len(tokens)))
-    np.testing.assert_allclose(found, oracle.step(tokens), atol=tolerance, rtol=0)
 
 
 def run_history(at, oracle, tolerance=1e-4):
@@ -83,7 +77,7 @@ def run_history(at, oracle, tolerance=1e-4):
     one(fork, TEXT[45:46], 1)
 
 
-@pytest.mark.parametrize("rope", ["write", SLOW("read")])
+@pytest.mark.parametrize("rope", ["write", slow("read")])
 def test_logits_are_those_of_sorted_scores(rope):
     at = runtime(rope=rope)
     run_history(at, PlainIndexed(model()))
@@ -92,7 +86,7 @@ def test_logits_are_those_of_sorted_scores(rope):
     jax.tree.map(np.testing.assert_array_equal, latents, keys)
 
 
-@pytest.mark.parametrize("rope", ["write", SLOW("read")])
+@pytest.mark.parametrize("rope", ["write", slow("read")])
 def test_long_lists_are_gathered_and_short_ones_masked(rope):
     """Of 5 tokens each: up to 40 cells all are read once, beyond them those that were chosen."""
     at, oracle = runtime(rope=rope), PlainIndexed(model())

@@ -16,9 +16,10 @@ from kvrt.session.change import edit
 from kvrt.session.interop import llama_read, llama_write, mlx_write
 from kvrt.store.kv import kv_bytes
 from tests.latentlm import RANK, ROPE, SCALE, LatentLm, Plain
+from tests.marks import slow
+from tests.runtime.alongside import TEXT, read, run_history
 
 WINDOW = MaskSpec(kind="window", size=9)
-TEXT = [(7 * i + i // 5) % 32 for i in range(80)]
 MODELS = {
     "norm": {},
     "neox": {"layout": "neox"},
@@ -46,52 +47,23 @@ def runtime(name, **options):
     return found
 
 
-def read(at, oracle, tokens, seq_id=0, tolerance=1e-4):
-    """Both take the tokens, in one step; the logits of all of them are equal."""
-    found = at.append(tokens, seq_id, out_ids=range(len(tokens)))
-    np.testing.assert_allclose(found, oracle.step(tokens), atol=tolerance, rtol=0)
-
-
-def run_history(at, oracle, tolerance=1e-4):
-    """A prompt, decode, a gap that closes, a fork that goes on otherwise, defrag."""
-    one = functools.partial(read, at, tolerance=tolerance)
-    for start, end in ((0, 16), (16, 23), (23, 24), (24, 25)):
-        one(oracle, TEXT[start:end])
-    if all(g.mask.kind == "full" for g in oracle.model.groups):
-        at.seq_rm(0, 3, 12)
-        at.seq_add(0, 12, None, -9)
-        oracle.remove(3, 12)
-        oracle.move(12, -9)
-        one(oracle, TEXT[25:26])
-    at.seq_cp(0, 1)
-    fork = oracle.copy()
-    one(oracle, TEXT[26:30])
-    one(fork, TEXT[40:47], 1)
-    at.seq_rm(1)
-    at.defrag()
-    one(oracle, TEXT[30:31])
-
-
-SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
     ("name", "rope"),
     [
         ("norm", "write"),
-        SLOW("norm", "read"),
-        SLOW("neox", "write"),
-        SLOW("no positions", "write"),
-        SLOW("no positions", "read"),
-        SLOW("windows", "read"),
-        SLOW("shared", "write"),
+        slow("norm", "read"),
+        slow("neox", "write"),
+        slow("no positions", "write"),
+        slow("no positions", "read"),
+        slow("windows", "read"),
+        slow("shared", "write"),
     ],
 )
 def test_logits_are_those_of_the_plain_form(name, rope):
     run_history(runtime(name, rope=rope), Plain(model(name)))
 
 
-@pytest.mark.parametrize("size", [SLOW(1), 7, SLOW(64)])
+@pytest.mark.parametrize("size", [slow(1), 7, slow(64)])
 def test_a_prompt_in_chunks_is_a_forward_without_a_cache(size):
     at, whole = runtime("norm"), Plain(model("norm")).step(TEXT[:70])
     for start in range(0, 70, size):
@@ -112,7 +84,7 @@ def stored(at):
     return jax.tree.map(np.asarray, (store.k, store.v))
 
 
-@pytest.mark.parametrize("dtype", ["f32", SLOW("int8")])
+@pytest.mark.parametrize("dtype", ["f32", slow("int8")])
 def test_a_shift_rotates_what_lies_behind_the_latent_and_nothing_else(dtype):
     at = runtime("norm", type_k=dtype, type_v=dtype)
     at.append(TEXT[:20])

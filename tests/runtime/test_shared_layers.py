@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 
-import numpy as np
 import pytest
 
 from kvrt import CacheConfig, GroupSpec, MaskSpec, RecurrentSpec, Runtime, session
@@ -12,10 +11,10 @@ from kvrt.program.estimate import of_blocks, of_cells
 from kvrt.program.layout import cell_layout
 from kvrt.reuse.blend import BlendSpec
 from kvrt.upkeep.sharded import shift_buffers
+from tests.runtime.alongside import TEXT, read, run_history
 from tests.sharedlm import CLA2, CLA3, UNEVEN, D, Dense, SharedLm, mlkv_map
 
 WINDOW = MaskSpec(kind="window", size=9)
-TEXT = [(7 * i + i // 5) % 32 for i in range(60)]
 # Windowed layers read windowed ones, as in Gemma 3n and 4.
 ALTERNATING = dict(kv_of=(0, 1, 0, 1), masks=[WINDOW, MaskSpec()] * 2)
 MODELS = {
@@ -44,32 +43,6 @@ def runtime(name, **options):
     found = shared_runtime(name, **options)
     found.clear()
     return found
-
-
-def read(at, oracle, tokens, seq_id=0, tolerance=1e-4):
-    """Both take the tokens, in one step; the logits of all of them are equal."""
-    found = at.append(tokens, seq_id, out_ids=range(len(tokens)))
-    np.testing.assert_allclose(found, oracle.step(tokens), atol=tolerance, rtol=0)
-
-
-def run_history(at, oracle, tolerance=1e-4):
-    """A prompt, decode, a gap that closes, a fork that goes on otherwise, defrag."""
-    one = functools.partial(read, at, tolerance=tolerance)
-    for start, end in ((0, 16), (16, 23), (23, 24), (24, 25)):
-        one(oracle, TEXT[start:end])
-    if all(g.mask.kind == "full" for g in oracle.model.groups):
-        at.seq_rm(0, 3, 12)
-        at.seq_add(0, 12, None, -9)
-        oracle.remove(3, 12)
-        oracle.move(12, -9)
-        one(oracle, TEXT[25:26])
-    at.seq_cp(0, 1)
-    fork = oracle.copy()
-    one(oracle, TEXT[26:30])
-    one(fork, TEXT[40:47], 1)
-    at.seq_rm(1)
-    at.defrag()
-    one(oracle, TEXT[30:31])
 
 
 @pytest.mark.parametrize("rope", ["write", pytest.param("read", marks=pytest.mark.slow)])

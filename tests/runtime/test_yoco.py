@@ -17,12 +17,12 @@ from kvrt.program.layout import cell_layout
 from kvrt.store.kv import kv_bytes
 from kvrt_models.decoder import Decoder
 from tests import yocotoy
+from tests.marks import slow
 from tests.yocotoy import HALF, N_KV, N_LAYERS, WINDOW, D, Dense, decoder
 
 TEXT = [(7 * i + i // 5) % 32 for i in range(60)]
 UBATCH = 16
 COUNTED = [0]
-SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 class Counting(Decoder):
@@ -49,7 +49,7 @@ def shared(rope):
     return make(rope=rope)
 
 
-@pytest.fixture(params=["write", SLOW("read")])
+@pytest.fixture(params=["write", slow("read")])
 def at(request):
     found = shared(request.param)
     found.clear()

@@ -57,24 +57,16 @@ MODELS |= {
 OF_ALL = [kind for kind in MODELS if kind != "indexed"]
 
 
-def make(
-    kind="full",
-    mode="paged",
-    rules=None,
-    tiers=None,
-    fine=None,
-    prefixes=True,
-    shared=False,
-    speculation=None,
-    **options,
-):
+_OF_ENGINE = {f.name for f in dataclasses.fields(EngineConfig)}
+
+
+def make(kind="full", mode="paged", **options):
+    """An engine; options are fields of its EngineConfig and of its CacheConfig."""
     sizes = dict(n_ctx=256, n_seq_max=N_ROWS, block_size=B, n_ubatch=N_BATCH)
+    told = {name: options.pop(name) for name in _OF_ENGINE & options.keys()}
     config = CacheConfig(**(sizes | options))
-    rules = rules or Rules(n_batch=config.n_ubatch)
-    model = MODELS[kind]()
-    told = dict(mode=mode, rules=rules, tiers=tiers, hash_block_size=fine, shared_reads=shared)
-    told["speculation"] = speculation
-    return Engine(model, config, EngineConfig(**told, prefix_cache=prefixes))
+    told["rules"] = told.get("rules") or Rules(n_batch=config.n_ubatch)
+    return Engine(MODELS[kind](), config, EngineConfig(mode=mode, **told))
 
 
 @functools.cache
@@ -83,7 +75,7 @@ def engine(kind, mode):
 
     Where cells are kept later ones lie elsewhere, and a sum over their blocks rounds otherwise.
     """
-    return make(kind, mode, prefixes=mode == "paged")
+    return make(kind, mode, prefix_cache=mode == "paged")
 
 
 @functools.cache

@@ -24,7 +24,7 @@ def assert_homes_are_of_those_who_run(engine):
 
 @pytest.mark.parametrize("prefixes", [True, False])
 def test_sequences_that_grow_together_read_their_own_blocks(prefixes):
-    engine = make("full", "cell", prefixes=prefixes)
+    engine = make("full", "cell", prefix_cache=prefixes)
     rng = np.random.default_rng(0)
 
     def check():
@@ -56,7 +56,7 @@ def test_kept_sequences_make_way_for_whole_blocks_and_no_more_than_that():
 
 
 def test_a_cache_fills_to_its_last_cell():
-    engine, most = make("full", "cell", n_ctx=40, prefixes=False), []
+    engine, most = make("full", "cell", n_ctx=40, prefix_cache=False), []
 
     def check():
         most.append(engine.usage)

@@ -114,7 +114,7 @@ def test_the_same_tokens_with_and_without_under_pressure(kind):
     rules = Rules(n_batch=16, n_chunk=6, admit="chunk", by_prefix=True)
     found = {}
     for prefix_cache in (True, False):
-        engine = make(kind, "cell", rules=rules, n_ctx=48, prefixes=prefix_cache)
+        engine = make(kind, "cell", rules=rules, n_ctx=48, prefix_cache=prefix_cache)
         found[prefix_cache] = served(engine, asked, sound=prefix_cache)[0]
         stats = engine.stats()
         assert (stats.prefix["hit"] > 0) == prefix_cache
@@ -175,7 +175,7 @@ def test_a_turn_takes_the_place_of_the_one_before():
 
 
 def test_without_it_nothing_is_kept():
-    engine = make("full", "cell", prefixes=False)
+    engine = make("full", "cell", prefix_cache=False)
     for name in "ab":
         _, n_cached = served(engine, [ask(name, drawn(7, 9))], sound=False)
         assert n_cached[name] == 0

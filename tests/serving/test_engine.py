@@ -43,7 +43,7 @@ def test_a_cancelled_sample_leaves_the_others():
 
 def test_a_copy_that_was_planned_for_a_cancelled_request_holds_no_block():
     """Of states that end within a block; what held them was another request's next step."""
-    at = make("recurrent", fine=2)
+    at = make("recurrent", hash_block_size=2)
     run(at, [ask("a", [1, 2, 3, 4, 5, 6])])
     at.add_request(ask("a", [1, 2, 3, 4, 5, 6]))
     at.step()

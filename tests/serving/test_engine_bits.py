@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvrt.errors import BadConfig
+from tests.marks import full, slow
 from tests.serving.engines import N_BATCH, ask, engine, make, one, run
 
 pytestmark = pytest.mark.slow
@@ -48,15 +49,13 @@ def test_a_hit_gives_what_a_miss_gives(kind):
     "kind",
     [
         "full",
-        pytest.param("window", marks=pytest.mark.slow),
-        *(
-            pytest.param(k, marks=[pytest.mark.slow, pytest.mark.full])
-            for k in ("chunked", "sinks")
-        ),
+        slow("window"),
+        full("chunked"),
+        full("sinks"),
     ],
 )
 def test_a_hit_within_a_block_gives_what_a_miss_gives(kind):
-    at = make(kind, block_size=8, fine=2)
+    at = make(kind, block_size=8, hash_block_size=2)
     tokens = np.random.default_rng(3).integers(0, 32, 21)
     run(at, [ask("first", tokens)])
     # 20 tokens up to the last boundary of a prompt: two blocks, and half of the third in a copy.
@@ -74,6 +73,6 @@ def test_a_hit_within_a_block_gives_what_a_miss_gives(kind):
 
 def test_hits_within_blocks_are_refused_where_none_can_be():
     with pytest.raises(BadConfig, match="in cell mode a hit ends at any token"):
-        make("full", "cell", fine=2)
+        make("full", "cell", hash_block_size=2)
     with pytest.raises(BadConfig, match="hash blocks of 3 tokens"):
-        make("full", fine=3)
+        make("full", hash_block_size=3)

@@ -125,7 +125,7 @@ def test_hits_on_what_drafts_have_made_are_as_misses(kind, mode, monkeypatch):
     text = [3, 1, 4, 1, 5, 9, 2, 6]
     found = check_same((drafted, plain, script), [ask("a", text, 40)])
     text = [*text, *found["a", 0]]
-    alone = make(kind, mode, prefixes=False)
+    alone = make(kind, mode, prefix_cache=False)
     n_hit = 0
     for end in range(9, len(text), 1 if kind == "full" else 5):
         request = ask(end, [*text[:end], 30], 5)

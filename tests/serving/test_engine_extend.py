@@ -1,5 +1,6 @@
 """SelfExtend in an engine: each request gets what a Runtime with the same gives it alone."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -13,7 +14,7 @@ from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.scheduling.step_plan import Rules
 from tests.marks import slow
-from tests.serving.engines import MODELS, N_BATCH, N_ROWS, B, ask, drawn, served
+from tests.serving.engines import MODELS, N_BATCH, N_ROWS, B, ask, drawn, make, served
 
 CACHE = SelfExtend(ga_n=2, ga_w=12)
 PAPER = SelfExtend(ga_n=3, ga_w=7, kind="paper")
@@ -30,12 +31,15 @@ KINDS = [  # of the default suite one a kind
 ]
 
 
+_OF_RULES = {f.name for f in dataclasses.fields(Rules)}
+
+
 @functools.cache
-def shared(extend, rope, mode, kind="full", n_ctx=360, type_k="f32", attention="chunked", **rules):
-    sizes = dict(n_ctx=n_ctx, n_seq_max=N_ROWS, block_size=B, n_ubatch=N_BATCH)
-    config = CacheConfig(**sizes, rope=rope, type_k=type_k, attention=attention, self_extend=extend)
-    rules = Rules(n_batch=N_BATCH, **rules)
-    return Engine(MODELS[kind](), config, EngineConfig(mode=mode, rules=rules))
+def shared(extend, rope, mode, kind="full", **options):
+    """An engine that tests share; options are fields of its rules and of its cache."""
+    rules = {name: options.pop(name) for name in _OF_RULES & options.keys()}
+    told = {"n_ctx": 360, "attention": "chunked", "rope": rope, **options}
+    return make(kind, mode, rules=Rules(n_batch=N_BATCH, **rules), self_extend=extend, **told)
 
 
 @functools.cache

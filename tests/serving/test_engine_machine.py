@@ -47,8 +47,8 @@ def shared(kind, mode, fine, extend):
     rules = dataclasses.replace(rules, n_ctx_seq=N_CTX_SEQ)
     tiers = TIERS if mode == "paged" else None
     # Layers that keep all make no checkpoints; two of each sequence of others.
-    sizes = {"n_ctx": 72, "n_checkpoints": 2}
-    return make(kind, mode, rules=rules, tiers=tiers, fine=fine, self_extend=extend, **sizes)
+    sizes = {"n_ctx": 72, "n_checkpoints": 2, "self_extend": extend}
+    return make(kind, mode, rules=rules, tiers=tiers, hash_block_size=fine, **sizes)
 
 
 @functools.cache

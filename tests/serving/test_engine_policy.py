@@ -12,7 +12,7 @@ from kvrt.policies import AttentionSinks, ContextShift
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.scheduling.step_plan import Rules
-from tests.marks import first_fast, slow
+from tests.marks import first_fast, full, slow
 from tests.serving.engines import MODELS, N_BATCH, N_ROWS, B, ask, drawn, served
 
 N_CTX = 40
@@ -31,7 +31,7 @@ SOME = [  # one a policy, each with another rope and mode; the default suite has
     ("sinks by 6", "read", "cell"),
 ]
 KINDS = [
-    pytest.param(*kind, marks=[pytest.mark.slow, *([] if kind in SOME else [pytest.mark.full])])
+    slow(*kind) if kind in SOME else full(*kind)
     for kind in itertools.product(POLICIES, ("write", "read"), ("cell", "paged"))
 ]
 

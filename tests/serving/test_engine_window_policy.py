@@ -11,7 +11,7 @@ from kvrt.policies import AttentionSinks, ContextShift
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.scheduling.step_plan import Rules
-from tests.marks import slow
+from tests.marks import full, slow
 from tests.serving import test_engine_policy as plain
 from tests.serving.engines import MODELS, N_BATCH, N_ROWS, B, ask, drawn
 
@@ -45,22 +45,18 @@ def oracle(monkeypatch):
     monkeypatch.setattr(plain, "oracle", runtime)
 
 
-def whole(*values):
-    return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.full])
-
-
 @pytest.mark.parametrize(
     ("kind", "rope", "name"),
     [
         slow("ropes", "write", "shift"),
-        whole("window", "read", "short"),
-        whole("window", "write", "sinks"),
-        whole("chunked", "write", "short"),
+        full("window", "read", "short"),
+        full("window", "write", "sinks"),
+        full("chunked", "write", "short"),
         slow("chunked", "read", "shift"),
-        whole("sinks", "write", "shift"),
+        full("sinks", "write", "shift"),
         slow("sinks", "read", "sinks"),
-        whole("rolling", "write", "shift"),
-        whole("ropes", "read", "sinks"),
+        full("rolling", "write", "shift"),
+        full("ropes", "read", "sinks"),
     ],
 )
 def test_an_endless_request_beside_short_ones(oracle, kind, rope, name):

@@ -156,7 +156,7 @@ def test_what_cannot_be_pinned_is_said_in_one_line(mode):
     engine.unpin(pin)
     with pytest.raises(UsageError, match="a prefix of 24 tokens is not pinned here; it was unpinn"):
         engine.unpin(pin)
-    engine = make("full", mode, prefixes=False)
+    engine = make("full", mode, prefix_cache=False)
     with pytest.raises(BadConfig, match="of the prefix cache, and there is none; set prefix_cache"):
         engine.pin(text)
 

@@ -65,7 +65,7 @@ def preempted(engine, asked):
 def test_what_is_reserved_is_not_preempted(mode, order):
     """Without a reservation the last one goes; with one those before it do."""
     rules = Rules(n_batch=N_BATCH, admit="chunk", order=order)
-    engine = make("full", mode, rules=rules, n_ctx=64, prefixes=False)
+    engine = make("full", mode, rules=rules, n_ctx=64, prefix_cache=False)
     asked = [ask(i, prompt(9, i), 14, sampling=WARM, priority=i) for i in range(4)]
     assert "3" in preempted(engine, asked)
     asked[3] = ask(3, prompt(9, 3), 14, sampling=WARM, priority=3, reserve=99)

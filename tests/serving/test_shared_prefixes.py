@@ -16,7 +16,7 @@ SYSTEM = np.random.default_rng(0).integers(0, 32, 9 * B).tolist()
 
 def sharing(kind, mode):
     """An engine that reads all once that is shared: toys fit into one pass, and gain nothing."""
-    engine = make(kind, mode, shared=True)
+    engine = make(kind, mode, shared_reads=True)
     engine._steps._reads.choose = lambda runs, n_blocks, cost: runs[: cost.most]
     return engine
 

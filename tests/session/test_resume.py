@@ -22,13 +22,9 @@ from histories import (
 
 from kvrt import Sampling, errors, session
 from kvrt.runtime.generate import After
-from tests.marks import slow
+from tests.marks import full, slow
 
 N, M = 9, 11
-
-
-def full(*values):
-    return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.full])
 
 
 def equal(a, b):
