@@ -32,12 +32,15 @@ class Compressed:
       transient_bytes: of the cache that held the whole prompt beside the runtime's own, and is
         released; 0 where the prompt fits into the slots of the runtime.
       cache_bytes: of the runtime's, in which the text goes on.
+      compile_s: seconds in which programs for that cache were compiled; the runtime's `stats` have
+        those of its own.
     """
 
     logits: Float[Array, " V"]
     n_evaluated: int
     transient_bytes: int
     cache_bytes: int
+    compile_s: float = 0.0
 
 
 def compress_prompt(
@@ -96,6 +99,7 @@ def compress_prompt(
         n_evaluated=n_evaluated,
         transient_bytes=whole.stats().cache_bytes,
         cache_bytes=runtime.stats().cache_bytes,
+        compile_s=whole.stats().compile_s,
     )
 
 

@@ -47,7 +47,7 @@ def test_it_keeps_what_one_eviction_at_the_end_keeps(name):
 def test_what_it_takes_at_its_peak_and_what_stays():
     runtime = Runtime(ToyLm(), CONFIG, policy=POLICIES["h2o"])
     found = compress_prompt(runtime, TEXT)
-    assert found.cache_bytes == runtime.stats().cache_bytes
+    assert found.cache_bytes == runtime.stats().cache_bytes and found.compile_s > 0
     # 100 slots of one sequence, and 28 of each of two; 4 bytes of either say how many are taken.
     one = (found.transient_bytes - 8) / 100
     assert found.cache_bytes == 2 * (28 * one + 8)
@@ -70,7 +70,8 @@ def test_a_progress_that_raises_leaves_nothing_of_the_prompt():
 
 def test_a_prompt_that_fits_is_only_read():
     runtime = Runtime(ToyLm(), CONFIG, policy=POLICIES["h2o"])
-    assert compress_prompt(runtime, TEXT[:27]).transient_bytes == 0
+    found = compress_prompt(runtime, TEXT[:27])
+    assert found.transient_bytes == 0 == found.compile_s
     assert len(runtime.kept_positions()[0][0]) == 27
 
 
