@@ -153,7 +153,11 @@ def test_a_session_of_an_engine_has_its_checkpoints(kind, src, dst, tmp_path):
         ("paged", {"checkpoint_interval": 2}, "is 2 tokens, a step runs n_ubatch = 16"),
         ("paged", {"checkpoint_bytes": 100}, "checkpoint_bytes is 100, one checkpoint of this"),
         ("cell", {"checkpoint_bytes": 100}, "checkpoint_bytes is 100, one checkpoint of this"),
-        ("cell", {"prefix_cache": False}, "requests find checkpoints in the prefix cache, and there"),
+        (
+            "cell",
+            {"prefix_cache": False},
+            "requests find checkpoints in the prefix cache, and there",
+        ),
     ],
 )
 def test_what_cannot_be_kept_is_refused_when_it_is_made(mode, change, message):
