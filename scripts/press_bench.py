@@ -5,18 +5,23 @@ r"""What is lost when layers keep tokens by score: a table and a plot, for a mod
 
 One JSON line a method and budget, and a table at the end. A prompt of --n_prompt tokens of each of
 three plays is read, then --n_next more; KL (nats) and perplexity are those of the latter, beside a
-cache that keeps all. A pass key is hidden in --n_keys prompts of --n_passkey tokens, at depths from
-0.1 to 0.8; its figure is minus the logarithm of the probability of the key's tokens, in sum. Bytes
-are those of the cache's arrays. `--kept` draws which positions each layer and head has kept.
+cache that keeps all. A pass key is hidden in --n_keys prompts of --n_passkey tokens of each play,
+at depths from 0.1 to 0.7, where no method has it among the newest; its figure is minus the
+logarithm of the probability of the key's tokens, in sum. Bytes are those of the cache's arrays.
+`--kept` draws which positions each layer and head has kept.
 
-Of pass keys alone: snapkv_once, which compresses a prompt when it was read whole, its question too;
-and sparse reads, quest, and double_sparsity with --channels. Their KL and perplexity, of tokens
-read one by one, are those of `scripts.experiments.select_quality`. duo needs --heads of
+A method is a policy by score, and behind it how, as in `snapkv:once:shared`:
+  once     a prompt is compressed when it was read whole, a pass key's question too
+  shared   heads share the budget, a fifth of which each has for itself (Ada-KV)
+  refresh  of sparse_window: all tokens stay, and the budget is read, chosen by queries that read
+           all, one every --interval
+Others: whole_cells evicts the same tokens in all heads and layers. quest, and double_sparsity with
+--channels, read sparsely, which is of pass keys alone here: their KL and perplexity, of tokens read
+one by one, are those of `scripts.experiments.select_quality`. duo needs --heads of
 `scripts.streaming_heads`, and duo_reversed is its control: the other half of the heads streams.
 """
 
 import dataclasses
-import functools
 import importlib.util
 import json
 import pathlib
@@ -34,6 +39,7 @@ from kvrt.policies import SCORED, ScoredPolicy
 from kvrt.policies.scored import DuoAttention
 from kvrt.runtime.compress import REPEAT, compress_prompt
 from kvrt.runtime.heavy_channels import read_channels
+from kvrt.runtime.whole_cells import CellEviction
 from kvrt_models.load import Model, load
 from scripts._lib import texts
 from scripts._lib.measure import kl, log_probs
@@ -50,12 +56,12 @@ _N_TEXTS = flags.DEFINE_integer(
 )
 _CHANNELS = flags.DEFINE_string("channels", None, "Heavy channels of double_sparsity.")
 _HEADS = flags.DEFINE_string("heads", None, "Streaming heads of duo, and the others.")
-_N_KEYS = flags.DEFINE_integer("n_keys", 3, "Pass keys; 0 leaves them out.", lower_bound=0)
+_N_KEYS = flags.DEFINE_integer("n_keys", 3, "Pass keys a play; 0 leaves out.", lower_bound=0)
 _N_PASSKEY = flags.DEFINE_integer("n_passkey", 780, "Tokens of their prompts.", lower_bound=100)
 _PLOT = flags.DEFINE_string("plot", None, "Draw KL over budgets into this file (extra [viz]).")
 _KEPT = flags.DEFINE_string("kept", None, "Draw kept positions into this file (extra [viz]).")
 
-_ONCE = "snapkv_once"  # a prompt is compressed when it was read whole
+Method = ScoredPolicy | Select | CellEviction
 Line = dict[str, Any]
 
 
@@ -86,18 +92,19 @@ def run() -> None:
     n = max(_N_PROMPT.value + _N_NEXT.value, _N_PASSKEY.value) + 64
     config = CacheConfig(n_ctx=-(-n // 256) * 256)
     plays, keys = _plays(model), _keys(model)
-    dense = Runtime(model.decoder, config)
-    exact = [_logits(dense, text, model) for text in plays]
-    lines, panels = [measured("dense", 0, dense, model, (plays, exact), keys)], []
+    dense = Reader(Runtime(model.decoder, config), model, "dense", None)
+    exact = [dense.logits(text) for text in plays]
+    lines, panels = [measured("dense", 0, dense, (plays, exact), keys)], []
     for (name, budget), method in zip(wanted, methods, strict=True):
         policy = method if isinstance(method, ScoredPolicy) else None
-        reads = dataclasses.replace(config, select=None if policy else method)
-        runtime = Runtime(model.decoder, reads, policy=policy)
+        select = method if isinstance(method, Quest | DoubleSparsity) else None
+        reads = dataclasses.replace(config, select=select)
+        reader = Reader(Runtime(model.decoder, reads, policy=policy), model, name, method)
         those = (plays, exact) if _reads_texts((name, budget)) else ([], [])
-        lines.append(measured(name, budget, runtime, model, those, keys))
+        lines.append(measured(name, budget, reader, those, keys))
         if _KEPT.value and policy is not None:
             text = (plays or [x.tokens for x in keys])[0]
-            panels.append((f"{name} {budget}", _kept(runtime, text, model), len(text)))
+            panels.append((f"{name} {budget}", _kept(reader, text), len(text)))
     _table(lines)
     if _PLOT.value:
         _draw(lines, _PLOT.value)
@@ -114,37 +121,48 @@ def _plays(model: Model) -> list[list[int]]:
 
 def _keys(model: Model) -> list[needle.Needle]:
     """Prompts with pass keys."""
-    hay = needle.hay(texts.play("hamlet").splitlines(keepends=True), model.tokenizer.encode)
-    n, depths = _N_PASSKEY.value, np.linspace(0.1, 0.8, max(_N_KEYS.value, 1))[: _N_KEYS.value]
-    return [needle.hide(needle.key_of(1, n, d, 0), n, d, hay) for d in map(float, depths)]
+    n, found = _N_PASSKEY.value, []
+    depths = np.linspace(0.1, 0.7, max(_N_KEYS.value, 1))[: _N_KEYS.value]
+    for trial, name in enumerate(texts.PLAYS if _N_KEYS.value else ()):
+        hay = needle.hay(texts.play(name).splitlines(keepends=True), model.tokenizer.encode)
+        for depth in map(float, depths):
+            found.append(needle.hide(needle.key_of(1, n, depth, trial), n, depth, hay))
+    return found
 
 
 def _reads_texts(wanted: tuple[str, int]) -> bool:
-    return wanted[0] not in (_ONCE, "quest", "double_sparsity")
+    return wanted[0] not in ("quest", "double_sparsity")
 
 
-def method_of(name: str, n_slots: int) -> ScoredPolicy | Select:
+def method_of(name: str, n_slots: int) -> Method:
     """A method that holds, or reads, n_slots tokens a head at most.
 
     Raises:
       UsageError: there is no such method, or it would keep nothing.
     """
     interval = _INTERVAL.value
+    name, *how = name.split(":")
+    if wrong := set(how) - {"once", "shared", "refresh"}:
+        raise UsageError(f"--methods {name}:{wrong.pop()}: once, shared or refresh")
     if n_slots <= interval:
         raise UsageError(f"--budgets {n_slots}: more than --interval {interval} is wanted")
     sizes: dict[str, Any] = {"budget": n_slots - interval, "interval": interval}
+    n_all = max(_N_PROMPT.value + _N_NEXT.value, _N_PASSKEY.value) + 64
+    if name == "whole_cells":
+        return CellEviction(n_keep=n_slots - interval, window=interval)
+    if "refresh" in how:
+        sizes |= {"budget": n_all, "n_read": n_slots, "refresh_every": interval}
+    if "shared" in how:
+        sizes["head_share"] = 0.2
     if name == "recent_without_sinks":
         return SCORED["recent_only"](**sizes, n_sink=0)
     if name == "random_tokens":
         return SCORED[name](**sizes, n_sink=0, n_recent=1)
-    if name == _ONCE:
-        return SCORED["snapkv"](**sizes)
     if name in ("duo", "duo_reversed"):
         if _HEADS.value is None:
             raise UsageError(f"--methods {name} needs --heads of scripts.streaming_heads")
         found = json.loads(pathlib.Path(_HEADS.value).read_text())
         heads = tuple(map(tuple, found["streaming" if name == "duo" else "others"]))
-        n_all = max(_N_PROMPT.value + _N_NEXT.value, _N_PASSKEY.value) + 64
         whole = {"budget": n_all, "n_stream": n_slots - interval, "interval": interval}
         return DuoAttention(streaming=heads, **whole)
     if name == "quest":
@@ -155,29 +173,74 @@ def method_of(name: str, n_slots: int) -> ScoredPolicy | Select:
         channels, weights = read_channels(_CHANNELS.value)
         return DoubleSparsity(n_cells=n_slots, channels=channels, weights=weights, by_cell=True)
     if name not in SCORED:
-        more = ("recent_without_sinks", _ONCE, "duo", "duo_reversed", "quest", "double_sparsity")
-        known = (*SCORED, *more)
+        more = ("recent_without_sinks", "whole_cells", "duo", "duo_reversed")
+        known = (*SCORED, *more, "quest", "double_sparsity")
         raise UsageError(f"--methods {name}: one of {', '.join(known)}")
     return SCORED[name](**sizes)
+
+
+class Reader:
+    """A runtime that reads prompts, and what follows them, by one method."""
+
+    def __init__(self, runtime: Runtime, model: Model, name: str, method: Method | None):
+        """The name says whether prompts are compressed once."""
+        self.runtime, self.model = runtime, model
+        self.policy = method if isinstance(method, ScoredPolicy) else None
+        self.cells = method if isinstance(method, CellEviction) else None
+        self.once = "once" in name.split(":")
+
+    def read(self, tokens: Sequence[int]) -> np.ndarray:
+        """Reads a prompt; logits of its last token."""
+        if self.once or (self.policy is not None and self.policy.reads_whole):
+            repeats = self.policy is not None and self.policy.reads_whole
+            ask = self.model.tokenizer.encode(REPEAT, add_special=False) if repeats else ()
+            return np.asarray(compress_prompt(self.runtime, tokens, ask=ask).logits)
+        logits = np.asarray(self.runtime.append(tokens))[-1]
+        self._evict()
+        return logits
+
+    def _evict(self) -> None:
+        if self.cells is not None:
+            sizes = dataclasses.asdict(self.cells)
+            self.runtime.evict_cells(0, sizes.pop("n_keep"), **sizes)
+
+    def asked(self, runtime: Runtime, tokens: Sequence[int], n_asked: int) -> np.ndarray:
+        """Reads a prompt whose last n_asked tokens ask: one by one, unless it is compressed."""
+        assert runtime is self.runtime, "its own"
+        if self.once:
+            return self.read(tokens)
+        self.read(tokens[:-n_asked])
+        return np.asarray([runtime.append([x]) for x in tokens[-n_asked:]][-1])[0]
+
+    def logits(self, text: Sequence[int]) -> np.ndarray:
+        """Those of the tokens behind the prompt, as many at once as lie between evictions."""
+        n, end = _N_PROMPT.value, _N_PROMPT.value + _N_NEXT.value
+        self.runtime.clear()
+        self.read(text[:n])
+        found, size = [], end - n if self.cells is None else _INTERVAL.value
+        for start in range(n, end, size):
+            part = text[start : min(start + size, end)]
+            found.append(np.asarray(self.runtime.append(part, out_ids=range(len(part)))))
+            self._evict()
+        return np.concatenate(found)
 
 
 def measured(
     name: str,
     budget: int,
-    runtime: Runtime,
-    model: Model,
+    reader: Reader,
     plays: tuple[list[list[int]], list[np.ndarray]],
     keys: Sequence[needle.Needle],
 ) -> Line:
     """A line of the table, which is printed."""
-    kls, nlls = [], []
+    kls, nlls, runtime = [], [], reader.runtime
     for text, exact in zip(*plays, strict=True):
-        p, q = log_probs(exact), log_probs(_logits(runtime, text, model))
+        p, q = log_probs(exact), log_probs(reader.logits(text))
         kls.append(float(kl(p, q).mean()))
         rest = text[_N_PROMPT.value + 1 :][: len(q) - 1]
         nlls.append(-float(np.mean(q[np.arange(len(rest)), rest])))
-    read = _once if name == _ONCE else functools.partial(_asking, model)
-    found = [needle.key_nll(runtime, model.tokenizer.encode, x, read) for x in keys]
+    encode = reader.model.tokenizer.encode
+    found = [needle.key_nll(runtime, encode, x, reader.asked) for x in keys]
     start = time.perf_counter()
     n_new = sum(1 for _ in runtime.generate(64))
     seconds = time.perf_counter() - start
@@ -196,38 +259,9 @@ def measured(
     return line
 
 
-def _once(runtime: Runtime, tokens: Sequence[int], _: int) -> np.ndarray:
-    """Reads a prompt whole, its question in the window, and compresses it."""
-    return np.asarray(compress_prompt(runtime, tokens).logits)
-
-
-def _asking(model: Model, runtime: Runtime, tokens: Sequence[int], n_asked: int) -> np.ndarray:
-    """Reads a prompt, then its question token by token."""
-    _read(runtime, tokens[:-n_asked], model)
-    return np.asarray([runtime.append([x]) for x in tokens[-n_asked:]][-1])[0]
-
-
-def _read(runtime: Runtime, tokens: Sequence[int], model: Model) -> None:
-    """Reads a prompt as the method does."""
-    policy = runtime.stats().scored
-    if policy is None or not policy.reads_whole:
-        runtime.append(tokens)
-    else:
-        compress_prompt(runtime, tokens, ask=model.tokenizer.encode(REPEAT, add_special=False))
-
-
 def _rounded(figures: Sequence[float], digits: int) -> float | None:
     """Their mean; None of none."""
     return round(float(np.mean(figures)), digits) if len(figures) else None
-
-
-def _logits(runtime: Runtime, text: list[int], model: Model) -> np.ndarray:
-    """Those of the tokens behind the prompt."""
-    n = _N_PROMPT.value
-    runtime.clear()
-    _read(runtime, text[:n], model)
-    rest = text[n : n + _N_NEXT.value]
-    return np.asarray(runtime.append(rest, out_ids=range(len(rest))))
 
 
 def _table(lines: Sequence[Line]) -> None:
@@ -265,11 +299,11 @@ def _draw(lines: Sequence[Line], path: str) -> None:
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
-def _kept(runtime: Runtime, text: list[int], model: Model) -> list[np.ndarray]:
+def _kept(reader: Reader, text: list[int]) -> list[np.ndarray]:
     """Positions that each kv head of each layer keeps of a text."""
-    runtime.clear()
-    _read(runtime, text, model)
-    return [np.asarray(x) for heads in runtime.kept_positions().values() for x in heads]
+    reader.runtime.clear()
+    reader.read(text)
+    return [np.asarray(x) for heads in reader.runtime.kept_positions().values() for x in heads]
 
 
 def _draw_kept(panels: Sequence[tuple[str, list[np.ndarray], int]], path: str) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from absl import app, flags
 
 from kvrt import CacheConfig, Runtime
-from kvrt.attention.scored.attend import slots_of
+from kvrt.attention.scored.spec import slots_of
 from kvrt.policies.scored import Observed, ScoredPolicy, Seen
 from kvrt_models.load import load
 from scripts._lib import texts

@@ -8,8 +8,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvrt.attention.scored.attend import SlotSpec
     from kvrt.attention.scored.layers import ScoredGroup
+    from kvrt.attention.scored.spec import SlotSpec
     from kvrt.cells.slots import Places, SeqBlocks
     from kvrt.program.batch import Batch
     from kvrt.program.decode_loop import LoopPlan, Sampled, decode_many
@@ -40,7 +40,7 @@ _HOMES = {
     "Sampler": "program.sample",
     "ScoredGroup": "attention.scored.layers",
     "SeqBlocks": "cells.slots",
-    "SlotSpec": "attention.scored.attend",
+    "SlotSpec": "attention.scored.spec",
     "Shards": "store.shards",
     "StateIndex": "store.recurrent",
     "StateStore": "store.recurrent",

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvrt.arrays import Array, Float
-from kvrt.attention.scored.attend import SlotSpec, evict, slots_of
-from kvrt.attention.scored.head_slots import HeadSlots, first_slots
+from kvrt.attention.scored.evict import evict
+from kvrt.attention.scored.head_slots import HeadSlots, resized
+from kvrt.attention.scored.spec import SlotSpec, slots_of
 from kvrt.errors import UsageError
 from kvrt.policies import ScoredPolicy
 from kvrt.policies.scored.kvzip import Repetition
@@ -118,7 +119,8 @@ def _meanwhile(policy: ScoredPolicy, n: int, n_evaluated: int) -> ScoredPolicy:
     # A slot for each of both times, and one more.
     budget, n_sink = policy.budget, policy.n_sink
     interval = n_evaluated + 1 - budget
-    return Repetition(budget=budget, n_sink=n_sink, n_recent=1, interval=interval, n_prompt=n)
+    sizes = {"budget": budget, "n_sink": n_sink, "n_recent": 1, "interval": interval}
+    return Repetition(**sizes, head_share=policy.head_share, n_prompt=n)
 
 
 def _waiting(whole: Runtime, progress: Progress, n_before: int, n_all: int) -> Progress:
@@ -150,14 +152,13 @@ def _judged(before: Snapshot, whole: Runtime, n: int) -> Snapshot:
 def _kept(spec: SlotSpec, prompt: tuple, repeated: tuple, n: int) -> tuple:
     """Arrays of one state of a prompt: tokens that stay by what its repetition gave them."""
     slots, scores = _one(spec, prompt), _one(spec, repeated).sums
-    policy = dataclasses.replace(spec.policy, interval=n - spec.budget)
-    full = first_slots(dataclasses.replace(slots, sums=scores), n)
-    after = evict(dataclasses.replace(spec, policy=policy), jax.tree.map(jnp.asarray, full))
+    full = resized(dataclasses.replace(slots, sums=scores), max(n, spec.n_kept))
+    after = evict(spec, jax.tree.map(jnp.asarray, full))
     return tuple(np.asarray(x)[None] for x in jax.tree.leaves(after))
 
 
 def _with_few_slots(snapshot: Snapshot, whole: Layout, few: Layout, to: Runtime) -> Snapshot:
-    """The snapshot as one of a runtime whose slots are as many as are needed."""
+    """The snapshot as one of a runtime whose slots are as many as it needs."""
     assert snapshot.states is not None and whole.recurrent is not None, "slots are states"
     specs = {layer: spec for layer, spec in _specs(whole)}
     wanted = {layer: spec.n_slots for layer, spec in _specs(few)}
@@ -174,8 +175,8 @@ def _specs(layout: Layout) -> list[tuple[int, SlotSpec]]:
 
 
 def _fewer(spec: SlotSpec, arrays: tuple, n_slots: int) -> tuple:
-    """Arrays of one state with the first slots of each head."""
-    slots = first_slots(_one(spec, arrays), n_slots)
+    """Arrays of one state with so many slots a head, in which all that is taken lies."""
+    slots = resized(_one(spec, arrays), n_slots)
     return tuple(np.asarray(x)[None] for x in jax.tree.leaves(slots))
 
 

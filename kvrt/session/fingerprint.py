@@ -19,6 +19,7 @@ from kvrt.session.older_fingerprint import SCHEMA
 
 if TYPE_CHECKING:
     from kvrt.attention.scored.layers import ScoredGroup
+    from kvrt.attention.scored.policy import ScoredPolicy
 
 # The type of the weights, for people and for whoever loads them. Their digest decides:
 # a file of an older version, without the name, stays what it is.
@@ -67,7 +68,7 @@ def with_scored(
         return found
     said = [
         {
-            "policy": {"name": type(x.slots[0].policy).__name__, **plain(x.slots[0].policy)},
+            "policy": _policy(x.slots[0].policy),
             "group": _group(x.group, config),
             "slots": [
                 {"budget": s.budget, "type_k": s.type_k, "type_v": s.type_v} for s in x.slots
@@ -76,6 +77,15 @@ def with_scored(
         for x in scored
     ]
     return {**found, "scored": said}
+
+
+def _policy(policy: "ScoredPolicy") -> dict[str, Any]:
+    out = {"name": type(policy).__name__, **plain(policy)}
+    for f in dataclasses.fields(policy):
+        # Written where a policy has it alone, so that files of all others stay what they are.
+        if f.name in ("head_share", "n_read", "refresh_every") and out[f.name] == f.default:
+            del out[f.name]
+    return out
 
 
 def plain(spec: Any, *, omit_defaults: bool = False) -> Any:

@@ -50,6 +50,8 @@ SAMPLE = {
     "policy_interval": "32",
     "streaming_heads": "heads.json",
     "n_stream": "64",
+    "n_read": "64",
+    "refresh_every": "16",
     "select": "quest",
     "select_cells": "512",
     "select_sink": "2",
@@ -78,6 +80,8 @@ NEEDS["n_draft"] = {"draft": "ngram"}
 NEEDS["compress"] = {"policy": "snapkv"}
 BY_HEAD = {"policy": "duo_attention", "streaming_heads": "heads.json"}
 NEEDS |= {"streaming_heads": BY_HEAD, "n_stream": BY_HEAD}
+NEEDS |= {"n_read": {"policy": "sparse_window"}}
+NEEDS |= {"refresh_every": {"policy": "sparse_window", "n_read": "64"}}
 NEEDS |= {f"select_{x}": {"select": "quest"} for x in ("cells", "sink", "recent", "dense")}
 BY_CHANNEL = {"select": "double_sparsity", "select_channels": "channels.npz"}
 NEEDS |= {f"select_{x}": BY_CHANNEL for x in ("channels", "labels", "by_cell")}
@@ -208,6 +212,8 @@ OUTSIDE = {
     "policy": ["h3o"],
     "n_drop": ["0"],
     "policy_interval": ["0"],
+    "refresh_every": ["0"],
+    "n_read": ["-1"],
     "seq": ["-1", "4096"],
     "stride": ["0"],
     "block_size": ["0"],

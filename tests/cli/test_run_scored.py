@@ -45,6 +45,24 @@ def test_what_does_not_fit_is_one_line(go, flags, message):
     assert message in done.err
 
 
+def test_some_of_the_budget_is_read_and_a_session_says_how_many(go, tmp_path):
+    path = tmp_path / "kept.kv"
+    flags = ("--policy", "sparse_window", "--policy_budget", "64", "--policy_interval", "8")
+    some = ("--n_read", 16, "--refresh_every", 8)
+    done = go(*LONG, *flags, *some, "--session", path)
+    said = "SparseWindow keeps 64 tokens a kv head, 71 at most, and reads 16 of them, but all every"
+    assert done.code == 0 and said in done.err, done.err
+    again = go("-n", 3, "--dtype", "f32", "--session", path, prompt=False)
+    assert again.code == 0 and said in again.err, again.err
+    assert go(*LONG, *flags).out != done.out
+    done = go("--policy", "h2o", *some)
+    assert done.code == 2 and "add --policy sparse_window;" in done.err
+    done = go(*flags, "--refresh_every", 8)
+    assert done.code == 2 and "add --n_read N;" in done.err
+    done = go(*flags, "--n_read", 16)
+    assert done.code == 2 and "raise n_read, or lower refresh_every" in done.err
+
+
 @pytest.mark.slow
 def test_a_budget_is_tokens_a_part_or_bytes(go):
     found = []

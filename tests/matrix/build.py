@@ -9,8 +9,8 @@ from unittest import mock
 from kvrt import CacheConfig, Runtime, SelfExtend
 from kvrt.attention import registry
 from kvrt.cache import checks
+from kvrt.policies import SCORED as POLICIES
 from kvrt.policies import AttentionSinks, ContextShift
-from kvrt.policies.scored import H2O, SnapKV
 from kvrt.program.mesh import MeshSpec
 from kvrt.select_spec import DoubleSparsity
 from kvrt.serving.config import EngineConfig
@@ -21,7 +21,7 @@ from tests.interpreted import GPU, TPU
 from tests.matrix import reused
 from tests.matrix.axes import Cell
 from tests.matrix.drafted import speculation_of
-from tests.matrix.plaincache import CHANNELS, N_READ, N_RECENT, N_SINK, RUN
+from tests.matrix.plaincache import CHANNELS, N_READ, N_RECENT, N_SINK, RUN, SCORED, SIZES
 from tests.matrix.plainmodel import N_KV, PartedModel, PlainModel
 
 ATTENTION = {"xla": "chunked", "gpu": GPU, "tpu": TPU, "sparse": "chunked"}
@@ -98,9 +98,9 @@ def policy_of(cell: Cell) -> Any:
 
 
 def scored_of(cell: Cell) -> Any:
-    """A policy by score whose slots hold more than a text ever has: nothing is evicted."""
-    made = {"h2o": H2O, "snapkv": SnapKV}.get(cell.policy)
-    return made and made(budget=128, interval=128)
+    """A policy by score whose slots hold less than a text has."""
+    settings = SCORED.get(cell.policy)
+    return None if settings is None else POLICIES[cell.policy](**SIZES, **settings)
 
 
 def extend_of(cell: Cell) -> SelfExtend | None:

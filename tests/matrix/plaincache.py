@@ -6,6 +6,7 @@ are float16, and in an engine 32 of them are quantized together when the last of
 
 import copy
 import dataclasses
+import functools
 
 import ml_dtypes
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from tests import deltatoy
 from tests.matrix import plainmodel
 from tests.matrix.plainmodel import N_HEADS, N_KV, D
+from tests.policies.plainscored import PlainLayer
 from tests.store import plaincodec
 
 # Tokens of a block of an engine with keys by channel.
@@ -20,6 +22,10 @@ RUN = 32
 # Sparse reads: cells that a step of one token reads of a kv head, those among them that it always
 # does, and the channels by which the others are chosen.
 N_READ, N_SINK, N_RECENT, CHANNELS = 32, 4, 8, (0, 1)
+# Policies by score: a text outgrows what a head keeps, and what it reads of that.
+SIZES = {"budget": 24, "interval": 8, "n_sink": 2, "n_recent": 6}
+SCORED = {"h2o": {}, "snapkv": {"window": 6, "kernel": 3}}
+SCORED |= {"sparse_window": {"score_horizon": 8, "n_read": 16, "refresh_every": 8}}
 FLOATS = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
 
 
@@ -93,6 +99,11 @@ class PlainSeq:
         shapes = plainmodel.STATES[self.state or "recurrent"]
         self.window, self.total = (np.zeros(shape) for shape in shapes)
         self.states = {0: (self.window, self.total)}  # by number of rows, after each step
+        self.kept, self.kept_at = None, {}
+        if cell.policy in SCORED:
+            self.kept = PlainLayer(cell.policy, n_kv=N_KV, **SIZES, **SCORED[cell.policy])
+            self.kept.stored = functools.partial(rounded, dtype=cell.dtype)
+            self.kept_at[0] = copy.deepcopy(self.kept)
 
     @property
     def n_past(self):
@@ -112,6 +123,8 @@ class PlainSeq:
             self.ga_i = min(self.ga_i, -(-pos // group) * group)
         if self.state:
             self.window, self.total = self.states[len(self.rows)]
+        if self.kept:
+            self.kept = copy.deepcopy(self.kept_at[len(self.rows)])
 
     def move(self, p0, p1, where):
         for row in self.rows:
@@ -188,7 +201,9 @@ class PlainSeq:
         self.divide()
         self.settle()
         own, q = self.own(tokens)
-        out = np.stack([self.logits(t, q, own) for t in range(len(tokens))])
+        out = np.stack(
+            [self.logits(t, q, own) + self.scored(t, q, own) for t in range(len(tokens))]
+        )
         self.store(own)
         return out
 
@@ -197,19 +212,31 @@ class PlainSeq:
 
         A step may take tokens so in layers that keep them by score. The sequence stays as it is.
         """
-        (own, q), last = self.own(tokens), len(tokens) - 1
-        full = [m for m in plainmodel.masks_of(self.cell.layers) if m.kind == "full"]
-        together = self.attended(last, q, own, full)
-        seq = copy.deepcopy(self)
-        if last:
-            seq.store(own[:last])
-        return seq.attended(0, q[last:], own[last:], full) - together
+        (own, q), out = self.own(tokens), []
+        for apart in (True, False):
+            seq = copy.deepcopy(self)
+            for t in range(len(tokens)):
+                found = seq.scored(t, q, own)
+                if apart:
+                    seq.kept.store()
+            out.append(found)
+        return out[0] - out[1]
+
+    def scored(self, t, q, own):
+        """What a layer that keeps tokens by score gives the t-th of some new tokens."""
+        if self.kept is None:
+            return 0.0
+        row = own[t]
+        return self.kept.step(
+            rotated(q[t], row.pos), rotated(row.k, row.pos), row.v, row.pos
+        ).ravel()
 
     def hold(self, tokens):
         """Takes in tokens that were computed before, whose logits nobody wants."""
         own, q = self.own(tokens)
-        for row in q:
+        for t, row in enumerate(q):
             self.recur(row.ravel())
+            self.scored(t, q, own)
         self.store(own)
 
     def own(self, tokens):
@@ -232,6 +259,9 @@ class PlainSeq:
             self.n_stored += 1
         self.quantize(range(before // RUN, self.n_stored // RUN) if self.runs else ())
         self.states[len(self.rows)] = self.window, self.total
+        if self.kept:
+            self.kept.store()
+            self.kept_at[len(self.rows)] = copy.deepcopy(self.kept)
 
     def logits(self, t, q, own):
         state = self.recur(q[t].ravel()) if self.state else 0.0
@@ -243,7 +273,7 @@ class PlainSeq:
         pos = np.array([row.pos for row in rows])
         keys, values = np.stack([r.k for r in rows]), np.stack([r.v for r in rows])
         is_rotated = (np.arange(len(rows)) < len(self.rows)) & (self.cell.rope == "write")
-        asked = [(q[t], mask) for mask in masks]
+        asked = [(q[t], mask) for mask in masks if not (self.kept and mask.kind == "full")]
         if plainmodel.shares(self.cell.layers):
             asked += [(q[t][::-1], mask) for _, mask in asked]
         chosen = np.ones(len(rows), bool)

@@ -15,7 +15,7 @@ from tests.matrix import covering
 from tests.matrix.axes import AXES, MEANING, RULES, Cell, Rule
 from tests.matrix.families import FAMILIES, LIMIT
 from tests.matrix.judged import assert_equal, assert_ruled
-from tests.matrix.plaincache import N_READ, PlainSeq
+from tests.matrix.plaincache import N_READ, SCORED, PlainSeq
 from tests.matrix.plainmodel import drawn, masks_of
 from tests.matrix.tolerance import TOLERANCE, tolerance
 
@@ -81,9 +81,9 @@ def test_the_axes_have_what_kvrt_has():
     """A new policy, KV dtype or mask joins the matrix."""
     assert {*get_args(KVDtype), "kivi4"} == set(AXES["dtype"])
     extends = {f"extend_{kind}" for kind in get_args(ExtendKind)}
-    # Policies by score differ in what they evict, and here nothing is: one that sums over all
-    # queries, and one that looks at the last of them.
-    assert {"none", *POLICIES, "h2o", "snapkv"} | extends == set(AXES["policy"])
+    # Policies by score differ in what they look at: all queries, the last of them, and a query now
+    # and then, between which some of the tokens are read.
+    assert {"none", *POLICIES, *SCORED} | extends == set(AXES["policy"])
     masks = {mask.kind for name in AXES["layers"] for mask in masks_of(name)}
     # No runtime has layers that see what comes later.
     assert masks == set(get_args(MaskKind)) - {"symmetric"}

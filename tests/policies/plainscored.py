@@ -23,39 +23,77 @@ class Token:
 class PlainLayer:
     """One layer and sequence; heads hold lists of tokens, oldest first."""
 
+    # How a step's keys and values are stored, behind it or before an eviction.
+    stored = staticmethod(lambda x: x)
+
     def __init__(self, name, *, budget, interval, n_sink, n_recent, n_kv, scale=None, **settings):
         self.name, self.budget, self.interval = name, budget, interval
         self.n_sink, self.n_recent, self.settings = n_sink, n_recent, settings
         self.heads = [[] for _ in range(n_kv)]
         self.scale, self.raw = scale, []
+        self.n_read, self.every = settings.get("n_read"), settings.get("refresh_every")
+        self.chosen, self.n_products, self.new = [set() for _ in range(n_kv)], 0, []
 
     def step(self, q, k, v, pos, raw=None):
         """The output [Q, Dv] of one token; q [Q, D], k [H, D], v [H, Dv]."""
         n_kv, group = len(k), len(q) // len(k)
         out = np.zeros((len(q), v.shape[1]))
+        self.n_mean = sum(map(len, self.heads)) // n_kv + 1
         if raw is not None and pos >= self.n_sink:
             self.raw.append(raw)
         for h, tokens in enumerate(self.heads):
             for token in tokens:
                 token.total *= 1 - 1 / self.settings.get("score_horizon", math.inf)
             tokens.append(Token(pos, k[h], v[h]))
-            keys, values = (np.array([getattr(t, x) for t in tokens]) for x in "kv")
+            self.new.append(tokens[-1])
+            read = [t for t in tokens if self.reads(h, t, pos)]
+            keys, values = (np.array([getattr(t, x) for t in read]) for x in "kv")
             for g in range(group):
                 x = keys @ q[h * group + g] * (self.scale or q.shape[1] ** -0.5)
                 p = softmax(x)
                 out[h * group + g] = p @ values
-                self.observe(h, x, p)
+                self.n_products += len(read)
+                if self.refreshes(pos):
+                    self.observe(h, x, p)
         assert n_kv == len(self.heads)
-        if len(self.heads[0]) == self.budget + self.interval:
+        if self.n_read and self.refreshes(pos):
+            self.store()
+            self.choose(pos)
+        if self.n_read and self.refreshes(pos + 1):
+            self.store()
+        if sum(map(len, self.heads)) == n_kv * (self.budget + self.interval):
+            self.store()
             self.evict(pos + 1)
         return out
+
+    def store(self):
+        """Keys and values of new tokens as they are kept; until then their step sees them whole."""
+        for token in self.new:
+            token.k, token.v = self.stored(token.k), self.stored(token.v)
+        self.new = []
+
+    def refreshes(self, pos):
+        """Whether a query reads all tokens, and its attention counts."""
+        return not self.n_read or pos % self.every == 0
+
+    def reads(self, h, token, pos):
+        """Whether a query at pos reads a token."""
+        near = self.n_read and token.pos > pos - self.n_read // 2
+        return self.refreshes(pos) or near or token.pos in self.chosen[h]
+
+    def choose(self, pos):
+        """What is read beside the newest, until the next refresh; those will have left them."""
+        last = pos + self.every - 1 - self.n_read // 2
+        for h, tokens in enumerate(self.heads):
+            best = sorted((t for t in tokens if t.pos <= last), key=lambda t: (-t.total, t.pos))
+            self.chosen[h] = {t.pos for t in best[: self.n_read - self.n_read // 2]}
 
     def observe(self, h, x, p):
         """Sums, as the policy has them."""
         tokens, full = self.heads[h], self.budget + self.interval
         horizon = {"snapkv": self.settings.get("window"), "tova": 1}.get(self.name)
         horizon = self.interval if self.name == "scissorhands" else horizon
-        if horizon is not None and len(tokens) <= full - horizon:
+        if horizon is not None and self.n_mean <= full - horizon:
             return
         if self.name == "keyformer":
             s = self.settings
@@ -69,14 +107,19 @@ class PlainLayer:
 
     def evict(self, n_past):
         """Keeps sinks, the newest, and those of the greatest scores."""
-        scores = self.scores(n_past)
+        scores, least = self.scores(n_past), int(self.settings.get("head_share", 1) * self.budget)
+        kept, others = [], []
         for h, tokens in enumerate(self.heads):
             worth = {
                 t.pos: math.inf if t.pos < self.n_sink or t.pos >= n_past - self.n_recent else s
                 for t, s in zip(tokens, scores[h], strict=True)
             }
-            best = sorted(tokens, key=lambda t: (-worth[t.pos], t.pos))[: self.budget]
-            self.heads[h] = sorted(best, key=lambda t: t.pos)
+            ranked = sorted((-worth[t.pos], h, t.pos, t) for t in tokens)
+            kept.append([x[3] for x in ranked[:least]])
+            others += ranked[least:]
+        for _, h, _, token in sorted(others)[: (self.budget - least) * len(self.heads)]:
+            kept[h].append(token)
+        self.heads = [sorted(x, key=lambda t: t.pos) for x in kept]
         if self.name in ("snapkv", "tova", "scissorhands"):
             for tokens in self.heads:
                 for token in tokens:
@@ -84,6 +127,8 @@ class PlainLayer:
 
     def scores(self, n_past):
         """By head, one a token."""
+        if len({len(tokens) for tokens in self.heads}) > 1:
+            return self.by_head(n_past)
         totals = np.array([[t.total for t in tokens] for tokens in self.heads])
         pos = np.array([[t.pos for t in tokens] for tokens in self.heads])
         keys = np.array([[t.k for t in tokens] for tokens in self.heads])
@@ -112,6 +157,16 @@ class PlainLayer:
             case "random_tokens":
                 return np.array([[noise(p) for p in head] for head in pos])
         raise AssertionError(self.name)
+
+    def by_head(self, n_past):
+        """Scores of heads that keep different numbers of tokens: each as if it were alone."""
+        heads, raw, found = self.heads, self.raw, []
+        for h, tokens in enumerate(heads):
+            group = len(raw[0]) // len(heads) if raw else 0
+            self.heads, self.raw = [tokens], [x[h * group : (h + 1) * group] for x in raw]
+            found.append(self.scores(n_past)[0])
+        self.heads, self.raw = heads, raw
+        return found
 
     def expected(self, n_past, keys, pos):
         """KVPress' `ExpectedAttentionPress.score`, head by head."""

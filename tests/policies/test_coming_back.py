@@ -10,6 +10,7 @@ from tests.toys import RowModel
 
 NEEDED, ASKS, OTHERS = 0, 1, range(2, 12)
 D, N_READ = 8, 32
+TEXT = [int(x) for x in np.random.default_rng(1).choice(OTHERS, 120)]
 LABELS = DoubleSparsity(
     n_cells=N_READ,
     n_recent=N_READ // 2 - 1,
@@ -22,6 +23,7 @@ MODES = {
     "dense": {},
     "label": {"select": LABELS},
     "sparse": {"policy": SparseWindow(budget=N_READ, interval=1)},
+    "refresh": {"policy": SparseWindow(budget=200, n_read=N_READ, refresh_every=8)},
 }
 
 
@@ -44,18 +46,39 @@ def model():
     return found
 
 
-def answer(mode):
-    """What the asking token sees."""
+def opened(mode):
     rest = MODES[mode]
     config = CacheConfig(n_ctx=256, block_size=16, n_ubatch=128, select=rest.get("select"))
-    runtime = Runtime(model(), config, policy=rest.get("policy"))
-    text = [int(x) for x in np.random.default_rng(1).choice(OTHERS, 100)]
-    runtime.append([NEEDED, *text])
+    return Runtime(model(), config, policy=rest.get("policy"))
+
+
+def answer(mode, n_text=100):
+    """What the asking token sees."""
+    runtime = opened(mode)
+    runtime.append([TEXT[0], NEEDED, *TEXT[1:n_text]])
     return np.asarray(runtime.append([ASKS]))[0]
 
 
 def test_by_labels_it_comes_back():
     np.testing.assert_allclose(answer("label"), answer("dense"), atol=1e-3)
+
+
+@pytest.mark.parametrize("n_more", range(8))
+def test_by_queries_that_read_all_it_comes_back_when_one_of_them_asks(n_more):
+    """One that asks between two of them reads what the last one chose, and has it not."""
+    n_text = 103 + n_more
+    differs = np.abs(answer("refresh", n_text) - answer("dense", n_text)).max()
+    assert (differs < 1e-3) == (n_more == 0)
+
+
+def test_it_stays_until_the_next_query_that_reads_all():
+    """The first that asks reads all; one that asks again, after others, reads what it chose."""
+    text, found = [TEXT[0], NEEDED, *TEXT[1:103], ASKS, *TEXT[:3]], []
+    for mode in ("dense", "refresh"):
+        runtime = opened(mode)
+        runtime.append(text)
+        found.append(np.asarray(runtime.append([ASKS]))[0])
+    np.testing.assert_allclose(*found, atol=1e-3)
 
 
 @pytest.mark.xfail(strict=True, reason="what is not chosen gets no attention, so it scores nothing")
@@ -66,5 +89,5 @@ def test_by_attention_of_what_was_chosen_it_does_not():
 def test_the_question_is_a_question():
     """The control: without the needed token the answer is another."""
     dense, runtime = answer("dense"), Runtime(model(), CacheConfig(n_ctx=256))
-    runtime.append([int(x) for x in np.random.default_rng(1).choice(OTHERS, 100)])
+    runtime.append(TEXT[:100])
     assert abs(np.asarray(runtime.append([ASKS]))[0] - dense).max() > 0.5

@@ -18,10 +18,11 @@ from kvrt import (
     SelfExtend,
     Speculation,
 )
-from kvrt.attention.scored.attend import SlotSpec, empty_slots, recurrence, slots_of
+from kvrt.attention.scored.attend import recurrence
+from kvrt.attention.scored.spec import SlotSpec, empty_slots, slots_of
 from kvrt.errors import BadConfig
-from kvrt.policies.scored import H2O, SCORED, ScoredPolicy, SnapKV
-from tests.marks import first_fast
+from kvrt.policies.scored import H2O, SCORED, TOVA, ScoredPolicy, SnapKV, SparseWindow
+from tests.marks import first_fast, slow
 from tests.policies.plainscored import PlainLayer, rotation
 from tests.sharedlm import CLA2, SharedLm
 from tests.toys import HybridLm, ToyLm
@@ -35,7 +36,17 @@ SETTINGS = {
     "expected_attention": {"n_future": 16},
     "sparse_window": {"score_horizon": 6},
 }
-CASES = [(name, SETTINGS.get(name, {})) for name in SCORED] + [("h2o", {"normalised": True})]
+REFRESH = {"score_horizon": 6, "n_read": 16, "refresh_every": 4}
+SHARED = {name: SETTINGS.get(name, {}) | {"head_share": 0.3} for name in SCORED if name != "tova"}
+CASES = [
+    *((name, SETTINGS.get(name, {})) for name in SCORED),
+    ("h2o", {"normalised": True}),
+    ("sparse_window", REFRESH),
+    ("sparse_window", REFRESH | {"n_recent": 3}),
+    *SHARED.items(),
+    ("h2o", {"head_share": 0.3, "interval": 1}),
+    ("sparse_window", REFRESH | {"head_share": 0.5}),
+]
 
 
 def tokens(seed):
@@ -66,34 +77,47 @@ def run(spec, rows, parts):
         state, out = many(state, mine, jnp.int32(n))
         outs.append(np.asarray(out))
         slots = slots_of(spec, state)
-        held.append(np.asarray(slots.pos)[:, : int(slots.filled)])
+        pos, taken = np.asarray(slots.pos), np.asarray(slots.taken)
+        held.append([x[at] for x, at in zip(pos, taken, strict=True)])
         start += n
     return np.concatenate(outs), held
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=lambda x: str(x))
 def test_tokens_kept_and_outputs_are_those_of_the_lists(name, settings):
-    rows = tokens(1)
-    spec = spec_of(SCORED[name](**SIZES, **settings))
+    rows, settings = tokens(1), SIZES | settings
+    spec = spec_of(SCORED[name](**settings))
     out, held = run(spec, rows, [1] * N_TOKENS)
-    plain = PlainLayer(name, n_kv=N_KV, **SIZES, **settings)
+    plain = PlainLayer(name, n_kv=N_KV, **settings)
     for i in range(N_TOKENS):
         wanted = plain.step(*(x[i] for x in rows[:3]), i, rows[3][i])
         assert [list(x) for x in held[i]] == [[t.pos for t in x] for x in plain.heads], i
         np.testing.assert_allclose(out[i], wanted, atol=2e-5)
-    assert {len(x) for x in plain.heads} == {20 + (N_TOKENS - 28) % 8}
+    every = settings["interval"]
+    assert sum(map(len, plain.heads)) == N_KV * (20 + (N_TOKENS - 20) % every)
+    # Scores of these are the same for all heads.
+    apart = "head_share" in settings and name not in ("recent_only", "random_tokens")
+    assert any(len({len(x) for x in heads}) > 1 for heads in held) == apart
 
 
-@pytest.mark.parametrize("name", first_fast(SCORED))
+DIVIDED = [
+    ("h2o", {}),
+    ("sparse_window", REFRESH),
+    ("snapkv", SHARED["snapkv"]),
+    *(slow(name, SETTINGS.get(name, {})) for name in SCORED if name != "h2o"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), DIVIDED, ids=str)
 @pytest.mark.parametrize("parts", [[100], [33, 1, 40, 26], [7] * 14 + [2]], ids=str)
-def test_how_steps_divide_the_tokens_changes_nothing(name, parts):
-    rows, spec = tokens(2), spec_of(SCORED[name](**SIZES, **SETTINGS.get(name, {})))
+def test_how_steps_divide_the_tokens_changes_nothing(name, settings, parts):
+    rows, spec = tokens(2), spec_of(SCORED[name](**SIZES, **settings))
     out, held = run(spec, rows, parts)
     wanted, by_one = run(spec, rows, [1] * N_TOKENS)
     np.testing.assert_allclose(out, wanted, atol=2e-5)
     ends = np.cumsum(parts) - 1
     for mine, end in zip(held, ends, strict=True):
-        np.testing.assert_array_equal(mine, by_one[end])
+        assert list(map(list, mine)) == list(map(list, by_one[end]))
 
 
 def test_one_token_for_each_that_comes():
@@ -118,8 +142,52 @@ def test_a_query_never_scores_what_comes_after_it():
     spec = spec_of(H2O(**SIZES))
     _, one = run(spec, rows, [60, 40])
     _, two = run(spec, mixed, [60, 40])
-    np.testing.assert_array_equal(one[0], two[0])
-    assert not np.array_equal(one[1], two[1])
+    assert list(map(list, one[0])) == list(map(list, two[0]))
+    assert list(map(list, one[1])) != list(map(list, two[1]))
+
+
+def test_some_are_read_and_the_others_stay():
+    """Dense queries alone would give the same sets: what is read is counted."""
+    rows, settings = tokens(1), SIZES | {"budget": 99} | REFRESH
+    plain = PlainLayer("sparse_window", n_kv=N_KV, **settings)
+    out, held = run(spec_of(SCORED["sparse_window"](**settings)), rows, [1] * N_TOKENS)
+    wanted = [plain.step(*(x[i] for x in rows[:3]), i) for i in range(N_TOKENS)]
+    np.testing.assert_allclose(out, wanted, atol=2e-5)
+    assert [list(x) for x in held[-1]] == [list(range(N_TOKENS))] * N_KV
+    dense = PlainLayer("h2o", n_kv=N_KV, **SIZES | {"budget": 99})
+    every = [dense.step(*(x[i] for x in rows[:3]), i) for i in range(N_TOKENS)]
+    np.testing.assert_allclose(wanted[:16], every[:16], atol=1e-12)
+    assert np.abs(np.array(wanted[16:]) - every[16:]).max() > 0.1
+    # 25 queries read all, 75 at most 16.
+    assert plain.n_products <= 4 * (sum(range(1, 101, 4)) + 75 * 16) < dense.n_products / 2
+
+
+@pytest.mark.parametrize("end", [64, 65, 67])
+def test_no_slot_is_read_that_is_not_chosen(end):
+    """Keys of other slots may be no number, and nobody sees it."""
+    rows, settings = tokens(1), SIZES | {"budget": 99} | REFRESH
+    spec = spec_of(SCORED["sparse_window"](**settings))
+    q, k, v, _ = (jnp.asarray(x, jnp.float32) for x in rows)
+    one, many = recurrence(spec, None)
+    state = tuple(jax.tree.leaves(empty_slots(spec)))
+    pos = jnp.arange(N_TOKENS, dtype=jnp.int32)
+    state, _ = many.run(state, (q[:end], k[:end], v[:end], pos[:end]), jnp.int32(end))
+    slots = slots_of(spec, state)
+    read = np.zeros((N_KV, spec.n_slots), bool)
+    read[:, end - 8 + 1 : end] = True
+    for h, at in enumerate(np.asarray(slots.chosen)):
+        read[h, at[at > 0] - 1] = True
+    assert 12 <= read.sum(1).min() <= read.sum(1).max() <= 15
+    hurt = dataclasses.replace(
+        slots,
+        k=jnp.where(read[:, None], slots.k, jnp.nan),
+        v=jnp.where(read[:, :, None], slots.v, jnp.nan),
+    )
+    token = q[end], k[end], v[end], pos[end]
+    outs = [one(tuple(jax.tree.leaves(x)), token)[1] for x in (slots, hurt)]
+    assert np.isnan(outs[1]).any() == (end % 4 == 0)
+    if end % 4:
+        np.testing.assert_array_equal(*outs)
 
 
 CONFIG = CacheConfig(n_ctx=64, n_ubatch=32, n_seq_max=2)
@@ -279,6 +347,12 @@ BAD = [
     (lambda: H2O(budget=40, pyramid=2.0), "pyramid is 2.0"),
     (lambda: SnapKV(budget=64, interval=16), "raise interval"),
     (lambda: SnapKV(budget=64, kernel=4), "kernel is 4"),
+    (lambda: H2O(budget=40, head_share=0.0), "head_share is 0.0"),
+    (lambda: TOVA(budget=40, head_share=0.5), "the same tokens in all heads"),
+    (lambda: SparseWindow(budget=64, n_read=96), "a head keeps 64 tokens; read fewer"),
+    (lambda: SparseWindow(budget=64, n_read=32), "raise n_read, or lower refresh_every"),
+    (lambda: SparseWindow(budget=99, n_read=72, refresh_every=20), "a multiple of refresh_every"),
+    (lambda: SparseWindow(budget=99, n_read=72, refresh_every=0), "refresh_every is 0"),
 ]
 
 

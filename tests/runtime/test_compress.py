@@ -17,6 +17,7 @@ TEXT = [int(x) for x in np.random.default_rng(7).integers(0, 64, 100)]
 POLICIES = {
     "h2o": H2O(budget=20, interval=8),
     "snapkv": SnapKV(budget=20, interval=8, window=5),
+    "shared": SnapKV(budget=20, interval=8, window=5, head_share=0.5),
 }
 WINDOW = [MaskSpec(), MaskSpec(kind="window", size=8)]
 
@@ -33,8 +34,8 @@ def test_it_keeps_what_one_eviction_at_the_end_keeps(name):
     np.testing.assert_allclose(found.logits, wanted, atol=2e-4)
     for layer, heads in whole.kept_positions().items():
         for mine, theirs in zip(runtime.kept_positions()[layer], heads, strict=True):
-            assert len(theirs) == 20
             np.testing.assert_array_equal(mine, theirs)
+        assert sum(map(len, heads)) == 20 * len(heads)
     for token in TEXT[80:87]:
         np.testing.assert_allclose(runtime.append([token]), whole.append([token]), atol=2e-4)
     # An eviction each 8 tokens keeps others: the control.

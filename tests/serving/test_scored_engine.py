@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvrt import CacheConfig, Engine, EngineConfig, Runtime
-from kvrt.policies.scored import H2O, SnapKV
+from kvrt.policies.scored import H2O, SnapKV, SparseWindow
 from kvrt.serving.offload import TierConfig
 from tests.marks import first_fast
 from tests.serving.engines import served_texts
@@ -16,6 +16,8 @@ MODEL = ToyLm()
 POLICIES = {
     "h2o": H2O(budget=20, interval=8),
     "snapkv": SnapKV(budget=20, interval=8, window=5),
+    "refresh": SparseWindow(budget=40, interval=8, n_read=16, refresh_every=4),
+    "shared": SnapKV(budget=20, interval=8, window=5, head_share=0.5),
 }
 RNG = np.random.default_rng(3)
 BEGIN = [int(x) for x in RNG.integers(0, 64, 48)]

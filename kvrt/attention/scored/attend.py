@@ -14,67 +14,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvrt.arrays import AnyArray, Array, Float, Int32
+from kvrt.arrays import Array, Bool, Float, Int32
 from kvrt.attention import softmax
 from kvrt.attention.contract import ChunkedStep, Inputs, State, Step
 from kvrt.attention.scored import head_slots
-from kvrt.attention.scored.head_slots import HeadSlots, QuerySums, SlotShape
-from kvrt.attention.scored.policy import Observed, ScoredPolicy, Seen
-from kvrt.config import GroupSpec
-from kvrt.kv_types import KeyDtype, KVDtype
+from kvrt.attention.scored.evict import evict, evicts_at
+from kvrt.attention.scored.head_slots import HeadSlots, QuerySums
+from kvrt.attention.scored.policy import Observed
+from kvrt.attention.scored.reads import SlotKV, choose, chosen_slots, n_alike, refreshes
+from kvrt.attention.scored.spec import SlotSpec, slots_of
 
 # Tokens that one call of the chunked form takes; it runs them an interval at a time.
 CHUNK = 512
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SlotSpec:
-    """Slots of one layer, and who chooses what is in them; hashable, static in jit.
-
-    Attributes:
-      group: of the layer.
-      policy: scores tokens.
-      budget: tokens of a head that stay in an eviction.
-      type_k: KV dtype of keys.
-      type_v: KV dtype of values.
-      n_ctx: cells of the cache.
-      n_q_heads: query heads whose sums are kept; 0 keeps none.
-      parts: kv heads and their slots, where heads have other numbers of them; see `split`.
-    """
-
-    group: GroupSpec
-    policy: ScoredPolicy
-    budget: int
-    type_k: KeyDtype
-    type_v: KVDtype
-    n_ctx: int
-    n_q_heads: int = 0
-    parts: "tuple[tuple[tuple[int, ...], SlotSpec], ...]" = ()
-
-    @property
-    def n_slots(self) -> int:
-        """Slots of a head."""
-        return self.budget + self.policy.interval
-
-
-def empty_slots(spec: SlotSpec) -> HeadSlots:
-    """Slots of which none is taken: all arrays are zero."""
-    shape = SlotShape(
-        n_kv_heads=spec.group.n_kv_heads,
-        n_slots=spec.n_slots,
-        dim_k=spec.group.dim_k,
-        dim_v=spec.group.dim_v,
-        type_k=spec.type_k,
-        type_v=spec.type_v,
-        n_q_heads=spec.n_q_heads,
-    )
-    return head_slots.create(shape)
-
-
-def slots_of(spec: SlotSpec, arrays: tuple[AnyArray, ...]) -> HeadSlots:
-    """Slots of the arrays of a state."""
-    tree = jax.tree.structure(jax.eval_shape(lambda: empty_slots(spec)))
-    return jax.tree.unflatten(tree, arrays)
 
 
 def recurrence(
@@ -113,7 +64,9 @@ def _in_parts(
     def part(carry: tuple[Array, HeadSlots, Array]) -> tuple[Array, HeadSlots, Array]:
         i, slots, out = carry
         here = tuple(lax.dynamic_slice_in_dim(x, i, most) for x in padded)
-        m = jnp.minimum(jnp.minimum(spec.n_slots - slots.filled, n - i), most)
+        m = jnp.minimum(jnp.minimum(evicts_at(spec, slots) - slots.filled, n - i), most)
+        if spec.policy.reads is not None:
+            m = jnp.minimum(m, n_alike(spec.policy.reads, here[3][0]))
         slots, y = attend_and_keep(spec, slots, here, m, sinks)
         # What is written beyond the part is written again by the next one.
         return i + m, slots, lax.dynamic_update_slice_in_dim(out, y, i, 0)
@@ -131,47 +84,91 @@ def attend_and_keep(
     n: Int32[Array, ""],
     sinks: Float[Array, " Q"] | None,
 ) -> tuple[HeadSlots, Float[Array, "T Q Dv"]]:
-    """Attention of the first n tokens, which then are in the slots; evicts where all are taken.
+    """Attention of the first n tokens, which then are in the slots; evicts where it is time to.
 
     Args:
       spec: of the layer.
       slots: with n free ones at least.
       rows: as in `recurrence`; from n on anything finite.
-      n: how many tokens count.
+      n: how many tokens count; where not all slots are read, `n_alike` of the first at most.
       sinks: as in `recurrence`.
     """
-    q, k, v, pos = rows[:4]
-    n_tokens, n_kv, n_slots = q.shape[0], k.shape[1], spec.n_slots
-    by_head = _by_kv_head(q, n_kv)
+    reads = spec.policy.reads
+
+    def all_read(slots: HeadSlots) -> tuple[HeadSlots, Array]:
+        after, out = _read_all(spec, slots, rows, n, sinks)
+        return after if reads is None else choose(reads, after, rows[3][0]), out
+
+    def some_read(slots: HeadSlots) -> tuple[HeadSlots, Array]:
+        assert reads is not None, "asked for below"
+        s, visible, values = _scores(spec, chosen_slots(reads, slots, rows[3]), rows, n)
+        after = head_slots.with_tokens(slots, rows[1], rows[2], rows[3], n)
+        faded = after.sums * jnp.float32(spec.policy.observed_by.decay) ** n.astype(jnp.float32)
+        out = _output(_weights(s, visible, sinks), visible, values, rows[0])
+        return dataclasses.replace(after, sums=faded), out
+
+    if reads is None:
+        after, out = all_read(slots)
+    else:
+        after, out = lax.cond(refreshes(reads, rows[3][0]), all_read, some_read, slots)
+    after = lax.cond(
+        after.filled == evicts_at(spec, after),
+        functools.partial(evict, spec),
+        lambda slots: slots,
+        after,
+    )
+    return after, out
+
+
+def _read_all(
+    spec: SlotSpec, slots: HeadSlots, rows: Inputs, n: Array, sinks: Array | None
+) -> tuple[HeadSlots, Float[Array, "T Q Dv"]]:
+    """Attention to all that the slots hold, and the slots with the tokens and new sums."""
+    n_kv, n_slots = slots.pos.shape
+    held = SlotKV(
+        keys=head_slots.slot_keys(slots),
+        values=head_slots.slot_values(slots),
+        sees=jnp.broadcast_to(slots.taken[:, None], (n_kv, rows[0].shape[0], n_slots)),
+    )
+    s, visible, values = _scores(spec, held, rows, n)
+    p = _weights(s, visible, sinks)
+    out = _output(p, visible, values, rows[0])
+    own = jnp.broadcast_to(rows[3], (n_kv, rows[0].shape[0]))
+    all_pos = jnp.concatenate([slots.pos, own], axis=1)
+    observed = Observed(logits=s, probabilities=p, visible=visible, pos=all_pos)
+    return _with_tokens(spec, slots, rows, observed, n), out
+
+
+def _scores(
+    spec: SlotSpec, held: SlotKV, rows: Inputs, n: Array
+) -> tuple[Float[Array, "H G T S"], Bool[Array, "H 1 T S"], Float[Array, "H S Dv"]]:
+    """Masked scores of slots and of the step's own tokens, what is seen, and the values."""
+    q, k, v, _ = rows[:4]
+    n_tokens, n_kv, group = q.shape[0], k.shape[1], spec.group
     index = jnp.arange(n_tokens, dtype=jnp.int32)
     own = jnp.transpose(k, (1, 2, 0)).astype(jnp.float32)
-    group = spec.group
+    by_head = _by_kv_head(q, n_kv)
     s = jnp.concatenate(
-        [
-            softmax.scores(by_head, x, group.score_scale, group.soft_cap)
-            for x in (head_slots.slot_keys(slots), own)
-        ],
+        [softmax.scores(by_head, x, group.score_scale, group.soft_cap) for x in (held.keys, own)],
         axis=2,
-    ).reshape(n_kv, -1, n_tokens, n_slots + n_tokens)
-    taken = jnp.broadcast_to(jnp.arange(n_slots) < slots.filled, (n_tokens, n_slots))
+    ).reshape(n_kv, -1, n_tokens, held.keys.shape[2] + n_tokens)
     causal = (index[None] <= index[:, None]) & (index[None] < n)
-    visible = jnp.concatenate([taken, causal], axis=1)[None, None]
-    s = jnp.where(visible, s, softmax.MASKED)
-    p = _weights(s, visible, sinks)
-    seen = jnp.concatenate(
-        [head_slots.slot_values(slots), jnp.transpose(v, (1, 0, 2)).astype(jnp.float32)], axis=1
-    )
-    seen = jnp.where(jnp.any(visible[0, 0], axis=0)[None, :, None], seen, 0.0)
-    out = lax.dot_general(p.reshape(n_kv, -1, p.shape[3]), seen, (((2,), (1,)), ((0,), (0,))))
-    out = jnp.transpose(out.reshape(n_kv, -1, n_tokens, v.shape[2]), (2, 0, 1, 3))
-    all_pos = jnp.concatenate([slots.pos, jnp.broadcast_to(pos, (n_kv, n_tokens))], axis=1)
-    see = jnp.broadcast_to(visible, (n_kv, 1, n_tokens, p.shape[3]))
-    observed = Observed(logits=s, probabilities=p, visible=see, pos=all_pos)
-    after = _with_tokens(spec, slots, rows, observed, n)
-    after = lax.cond(
-        after.filled == n_slots, functools.partial(evict, spec), lambda slots: slots, after
-    )
-    return after, out.reshape(q.shape[0], q.shape[1], v.shape[2]).astype(q.dtype)
+    causal = jnp.broadcast_to(causal, (n_kv, n_tokens, n_tokens))
+    visible = jnp.concatenate([held.sees, causal], axis=2)[:, None]
+    own_v = jnp.transpose(v, (1, 0, 2)).astype(jnp.float32)
+    values = jnp.concatenate([held.values, own_v], axis=1)
+    return jnp.where(visible, s, softmax.MASKED), visible, values
+
+
+def _output(
+    p: Float[Array, "H G T S"], visible: Array, values: Float[Array, "H S Dv"], q: Array
+) -> Float[Array, "T Q Dv"]:
+    """Values by their weights; what nobody sees may be no number."""
+    seen = jnp.where(jnp.any(visible[:, 0], axis=1)[:, :, None], values, 0.0)
+    n_kv, _, n_tokens, n = p.shape
+    out = lax.dot_general(p.reshape(n_kv, -1, n), seen, (((2,), (1,)), ((0,), (0,))))
+    out = jnp.transpose(out.reshape(n_kv, -1, n_tokens, seen.shape[2]), (2, 0, 1, 3))
+    return out.reshape(n_tokens, q.shape[1], seen.shape[2]).astype(q.dtype)
 
 
 def _weights(
@@ -195,11 +192,12 @@ def _with_tokens(
 ) -> HeadSlots:
     """The slots with the first n tokens, and what their queries add to the sums of all."""
     policy, tap, n_slots = spec.policy, spec.policy.observed_by, spec.n_slots
+    due = evicts_at(spec, slots)
     n_tokens = rows[0].shape[0]
     index = jnp.arange(n_tokens, dtype=jnp.int32)
     counts = index < n
     if tap.horizon is not None:
-        counts &= slots.filled + index >= n_slots - tap.horizon
+        counts &= slots.filled + index >= due - tap.horizon
     weight = jnp.where(counts, jnp.float32(tap.decay) ** (n - 1 - index).astype(jnp.float32), 0.0)
     added = policy.observe(observed) * weight[None, None, :, None]
     joined = jnp.max if tap.greatest else jnp.sum
@@ -225,33 +223,6 @@ def _with_tokens(
         qq=sums.qq + jnp.einsum("tqd,tqe->qde", q, q),
     )
     return dataclasses.replace(after, queries=new)
-
-
-def evict(spec: SlotSpec, slots: HeadSlots) -> HeadSlots:
-    """The slots with `budget` tokens a head: sinks, the newest, and those that score highest."""
-    policy = spec.policy
-    n_past = jnp.max(slots.pos) + 1
-    seen = Seen(
-        keys=jnp.transpose(head_slots.slot_keys(slots), (0, 2, 1)),
-        values=head_slots.slot_values(slots),
-        pos=slots.pos,
-        sums=slots.sums,
-        n_past=n_past,
-        queries=slots.queries,
-        group=spec.group,
-        n_ctx=spec.n_ctx,
-    )
-    stays = (slots.pos < policy.n_sink) | (slots.pos >= n_past - policy.recent)
-    found = jnp.clip(policy.score(seen), -_GREATEST, _GREATEST)
-    _, index = lax.top_k(jnp.where(stays, jnp.inf, found), spec.budget)
-    after = head_slots.keep_only(slots, jnp.sort(index, axis=1))
-    if policy.observed_by.horizon is not None:
-        after = dataclasses.replace(after, sums=jnp.zeros_like(after.sums))
-    return after
-
-
-# Below what protected tokens have.
-_GREATEST = float(jnp.finfo(jnp.float32).max)
 
 
 def _by_kv_head(q: Float[Array, "T Q D"], n_kv: int) -> Float[Array, "H P D"]:

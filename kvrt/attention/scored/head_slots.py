@@ -10,7 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kvrt.arrays import AnyArray, Array, Float, Int32, state
+from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
 from kvrt.kv_types import KeyDtype, KVDtype
 from kvrt.store.codec import KVArray, decode, encode, zeros
 
@@ -27,6 +27,7 @@ class SlotShape:
       type_k: KV dtype of keys.
       type_v: KV dtype of values.
       n_q_heads: query heads whose sums are kept; 0 keeps none.
+      n_chosen: slots that are read beside the newest, where not all are; 0 reads all.
     """
 
     n_kv_heads: int
@@ -36,6 +37,7 @@ class SlotShape:
     type_k: KeyDtype
     type_v: KVDtype
     n_q_heads: int = 0
+    n_chosen: int = 0
 
 
 @state
@@ -49,15 +51,18 @@ class QuerySums:
 
 @state
 class HeadSlots:
-    """The first `filled` slots of each head are taken, ascending by position.
+    """Tokens lie in the first `filled` slots of each head, ascending by position.
 
     Attributes:
       k: keys, with RoPE applied at their positions. `[H, D, S]`
       v: values. `[H, S, Dv]`
-      pos: positions. `[H, S]`
+      pos: positions; -1 in the first slots of a head that has fewer tokens than others with which
+        it shares a budget. `[H, S]`
       sums: what a policy's tap has summed up of each token. `[H, S]`
-      filled: slots taken, the same of every head.
+      filled: slots behind which all are free, the same of every head.
       queries: sums over the queries so far; None where no policy asks for them.
+      chosen: slots that are read beside the newest, counted from 1, 0 for none; None where all are
+        read. `[H, X]`
     """
 
     k: KVArray
@@ -66,6 +71,12 @@ class HeadSlots:
     sums: Float[Array, "H S"]
     filled: Int32[Array, ""]
     queries: QuerySums | None = None
+    chosen: Int32[Array, "H X"] | None = None
+
+    @property
+    def taken(self) -> Bool[Array, "H S"]:
+        """Slots that hold a token."""
+        return (jnp.arange(self.pos.shape[1])[None] < self.filled) & (self.pos >= 0)
 
 
 def create(shape: SlotShape) -> HeadSlots:
@@ -83,6 +94,7 @@ def create(shape: SlotShape) -> HeadSlots:
         sums=jnp.zeros((h, s), jnp.float32),
         filled=jnp.zeros((), jnp.int32),
         queries=sums if q else None,
+        chosen=jnp.zeros((h, shape.n_chosen), jnp.int32) if shape.n_chosen else None,
     )
 
 
@@ -134,8 +146,8 @@ def with_tokens(
 
 def keep_only(slots: HeadSlots, index: Int32[Array, "H K"]) -> HeadSlots:
     """The slots with K of them alone, each head its own, in the order of `index`."""
-    n = index.shape[1]
-    whole = jnp.pad(index, ((0, 0), (0, slots.pos.shape[1] - n)))
+    n, n_slots = index.shape[1], slots.pos.shape[1]
+    whole = jnp.pad(index, ((0, 0), (0, n_slots - n)))
 
     def of_keys(x: Array) -> Array:
         return jnp.take_along_axis(x, whole[:, None], axis=2)
@@ -150,22 +162,32 @@ def keep_only(slots: HeadSlots, index: Int32[Array, "H K"]) -> HeadSlots:
         pos=jnp.take_along_axis(slots.pos, whole, axis=1),
         sums=jnp.take_along_axis(slots.sums, whole, axis=1),
         filled=jnp.full((), n, jnp.int32),
+        chosen=None if slots.chosen is None else _moved(slots.chosen, index, n_slots),
     )
 
 
-def first_slots(slots: HeadSlots, n: int) -> HeadSlots:
-    """The slots with the first n of each head alone, in which all that is taken lies."""
+def _moved(
+    chosen: Int32[Array, "H X"], index: Int32[Array, "H K"], n_slots: int
+) -> Int32[Array, "H X"]:
+    """Chosen slots where `keep_only` has put them; 0 for those that are gone."""
+    heads = jnp.arange(index.shape[0], dtype=jnp.int32)[:, None]
+    to = jnp.broadcast_to(jnp.arange(1, index.shape[1] + 1, dtype=jnp.int32), index.shape)
+    now = jnp.zeros((index.shape[0], n_slots + 1), jnp.int32).at[heads, index + 1].set(to)
+    return jnp.take_along_axis(now, chosen, axis=1)
 
-    def of_keys(x: AnyArray) -> AnyArray:
-        return x[:, :, :n]
 
-    def of_values(x: AnyArray) -> AnyArray:
-        return x[:, :n]
+def resized(slots: HeadSlots, n: int) -> HeadSlots:
+    """The slots with n of them a head: free ones more or fewer."""
+
+    def to(x: AnyArray, axis: int) -> AnyArray:
+        more = [(0, 0)] * x.ndim
+        more[axis] = (0, max(n - x.shape[axis], 0))
+        return jnp.pad(jnp.asarray(x), more)[(slice(None),) * axis + (slice(n),)]
 
     return dataclasses.replace(
         slots,
-        k=jax.tree.map(of_keys, slots.k),
-        v=jax.tree.map(of_values, slots.v),
-        pos=slots.pos[:, :n],
-        sums=slots.sums[:, :n],
+        k=jax.tree.map(lambda x: to(x, 2), slots.k),
+        v=jax.tree.map(lambda x: to(x, 1), slots.v),
+        pos=to(slots.pos, 1),
+        sums=to(slots.sums, 1),
     )

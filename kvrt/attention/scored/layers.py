@@ -7,8 +7,8 @@ kept, copied and saved in the same way.
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from kvrt.attention.scored.attend import SlotSpec
 from kvrt.attention.scored.policy import ScoredPolicy
+from kvrt.attention.scored.spec import SlotSpec
 from kvrt.attention.scored.split import state_shapes
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.errors import BadConfig
@@ -131,6 +131,11 @@ def _with_parts(spec: SlotSpec) -> SlotSpec:
         )
         for heads, n in spec.policy.split(group.layers[0], group.n_kv_heads)
     )
+    if parts and spec.policy.head_share < 1:
+        raise BadConfig(
+            f"{type(spec.policy).__name__} says which heads keep more, and head_share leaves that "
+            "to scores; use one of the two"
+        )
     if parts and spec.n_q_heads:
         raise BadConfig(
             f"{type(spec.policy).__name__} divides heads and asks for sums of queries, which are "

@@ -38,6 +38,40 @@ class Tap:
     queries: bool = False
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reads:
+    """Which of the tokens that it keeps a kv head reads, where it does not read them all.
+
+    A query at a position that `every` divides reads all, and it alone counts for scores. Those of
+    the greatest scores are read until the next such query, beside the newest of each query.
+
+    Attributes:
+      n_read: tokens that a query reads at most, a multiple of `every`: a text of no more is read
+        as if all were.
+      n_recent: how many of them are the newest, `every` or more: so none is missed before it was
+        scored.
+      every: positions from one that reads all to the next.
+    """
+
+    n_read: int
+    n_recent: int
+    every: int
+
+    def __post_init__(self) -> None:
+        """Refuses numbers with which tokens would be forgotten for a while."""
+        _check(self.every >= 1, f"refresh_every is {self.every}; it must be at least 1")
+        _check(
+            self.every <= self.n_recent < self.n_read,
+            f"with n_read {self.n_read} each query reads the {self.n_recent} newest tokens, and "
+            f"one every {self.every} reads all, so what comes between would not be read: raise "
+            "n_read, or lower refresh_every",
+        )
+        _check(
+            self.n_read % self.every == 0,
+            f"n_read is {self.n_read}; make it a multiple of refresh_every, {self.every}",
+        )
+
+
 @state
 class Observed:
     """A step's queries against all that they may see, before it is summed over queries.
@@ -57,12 +91,13 @@ class Observed:
 
 @state
 class Seen:
-    """What a policy scores, when every slot of a layer is taken.
+    """What a policy scores, when tokens have to go.
 
     Attributes:
       keys: as cached, with RoPE applied, float32. `[H, S, D]`
       values: float32. `[H, S, Dv]`
-      pos: positions, ascending in each head. `[H, S]`
+      pos: positions, ascending in each head; -1 in slots without a token, which come first but
+        for free ones, and whose score does not matter. `[H, S]`
       sums: what `observe` gave, summed over queries and over the query heads of a kv head, or
         the greatest of it. `[H, S]`
       n_past: the position of the next token.
@@ -79,6 +114,11 @@ class Seen:
     queries: QuerySums | None = None
     group: GroupSpec = dataclasses.field(metadata=dict(static=True))
     n_ctx: int = dataclasses.field(metadata=dict(static=True))
+
+    @property
+    def taken(self) -> Bool[Array, "H S"]:
+        """Slots with a token: all, unless heads share a budget."""
+        return self.pos >= 0
 
     @property
     def n_queries(self) -> Float[Array, "H S"]:
@@ -101,8 +141,12 @@ class ScoredPolicy(abc.ABC):
       interval: tokens between two evictions; 1 evicts one token for each that comes.
       pyramid: how many times the mean budget the first layer has, and the last as much less;
         layers between them lie on a line, in at most four sizes. 1 gives all layers the same.
+      head_share: the part of the budget that each kv head of a layer keeps at least; what is left
+        of all heads goes to the greatest scores of any. 1 gives all heads the same. Below it each
+        head has slots for all that it could get, so that no memory is saved: it is for studies.
 
-    Source: arXiv:2406.02069 (PyramidKV) for the pyramid.
+    Source: arXiv:2406.02069 (PyramidKV) for the pyramid; arXiv:2407.11550 (Ada-KV, which has 0.2)
+    for the share.
     """
 
     budget: int
@@ -110,6 +154,7 @@ class ScoredPolicy(abc.ABC):
     n_recent: int | None = None
     interval: int = 64
     pyramid: float = 1.0
+    head_share: float = 1.0
 
     tap: ClassVar[Tap] = Tap()
     # Whether a prompt is scored when it was read whole, by `kvrt.runtime.compress` alone.
@@ -120,6 +165,7 @@ class ScoredPolicy(abc.ABC):
         _check(self.n_sink >= 0, f"n_sink is {self.n_sink}; it must not be negative")
         _check(self.interval >= 1, f"interval is {self.interval}; it must be at least 1")
         _check(1 <= self.pyramid < 2, f"pyramid is {self.pyramid}; from 1 to below 2")
+        _check(0 < self.head_share <= 1, f"head_share is {self.head_share}; from above 0 to 1")
         _check(self.recent >= 1, f"n_recent is {self.recent}; the newest token always stays")
         least = self.n_sink + self.recent + 1
         smallest = min(self.budgets(4))
@@ -128,7 +174,12 @@ class ScoredPolicy(abc.ABC):
             f"a budget of {smallest} tokens a head with n_sink {self.n_sink} and n_recent "
             f"{self.recent} leaves none to choose; give {least} or more, or protect fewer",
         )
-        horizon = self.observed_by.horizon
+        tap, horizon = self.observed_by, self.observed_by.horizon
+        _check(
+            self.reads is None or (horizon is None and not tap.queries),
+            f"{type(self).__name__} looks at other queries than those that read all tokens; leave "
+            "n_read out",
+        )
         _check(
             horizon is None or 1 <= horizon <= self.interval,
             f"scores of the last {horizon} queries before an eviction, and one every "
@@ -144,6 +195,15 @@ class ScoredPolicy(abc.ABC):
     def observed_by(self) -> Tap:
         """The tap of these settings."""
         return self.tap
+
+    @property
+    def reads(self) -> Reads | None:
+        """Which kept tokens a query reads; None reads them all."""
+        return None
+
+    def n_least(self, budget: int) -> int:
+        """Tokens of its layer's budget that a kv head keeps whatever they score."""
+        return int(self.head_share * budget)
 
     def budgets(self, n_layers: int) -> tuple[int, ...]:
         """Tokens that a kv head of each layer keeps; their mean is at most `budget`."""

@@ -14,7 +14,7 @@ import numpy as np
 from kvrt.arrays import AnyArray, Array, Float, Int32
 from kvrt.attention.contract import ChunkedStep, Inputs, State, Step
 from kvrt.attention.scored import attend
-from kvrt.attention.scored.attend import SlotSpec, empty_slots, slots_of
+from kvrt.attention.scored.spec import SlotSpec, empty_slots, slots_of
 
 _Array = TypeVar("_Array", Array, AnyArray)
 
@@ -36,8 +36,8 @@ def positions_kept(
     found: dict[int, Int32[np.ndarray, " _"]] = {}
     for (heads, part), mine in zip(parts_of(spec), _divided(spec, arrays), strict=True):
         slots = slots_of(part, mine)
-        n, pos = int(slots.filled), np.asarray(slots.pos)
-        found |= dict(zip(heads, pos[:, :n], strict=True))
+        pos, taken = np.asarray(slots.pos), np.asarray(slots.taken)
+        found |= {h: x[held] for h, x, held in zip(heads, pos, taken, strict=True)}
     return tuple(found[h] for h in sorted(found))
 
 

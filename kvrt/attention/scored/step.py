@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from kvrt.arrays import AnyArray, Array, Int32
 from kvrt.attention import rope
-from kvrt.attention.scored.attend import SlotSpec
 from kvrt.attention.scored.layers import ScoredGroup
+from kvrt.attention.scored.spec import SlotSpec
 from kvrt.attention.scored.split import divided_recurrence
 from kvrt.attention.step_attention import StepAttention
 from kvrt.attention.types import MaybeArray, mark_damage, tempered

@@ -79,6 +79,19 @@ class KeepFlags(Options):
     n_stream: int = _policy(
         128, "tokens that heads of --streaming_heads keep: sinks and the newest", "N", low=1
     )
+    n_read: int = _policy(
+        0,
+        "with --policy sparse_window: tokens of the budget that each token reads, half of them the "
+        "newest, a multiple of --refresh_every; 0 reads all",
+        "N",
+    )
+    refresh_every: int = _policy(
+        32,
+        "with --n_read: tokens from one that reads all, by whose attention the others choose, to "
+        "the next",
+        "N",
+        low=1,
+    )
 
     @property
     def policy_name(self) -> PolicyName:
@@ -97,6 +110,10 @@ class KeepFlags(Options):
         for name in ("streaming_heads", "n_stream"):
             if name in self.given and not duo:
                 raise UsageError(f"--{name} is of heads that stream; add --policy duo_attention")
+        if self.n_read and self.policy_name != "sparse_window":
+            raise UsageError("--n_read is of sparse_window; add --policy sparse_window")
+        if "refresh_every" in self.given and not self.n_read:
+            raise UsageError("--refresh_every is of --n_read; add --n_read N")
 
     def window(self, n_ctx: int) -> int:
         """Newest tokens that attention sinks keep in a context; a policy's window is at least 2."""

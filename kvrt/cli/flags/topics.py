@@ -87,6 +87,9 @@ Long texts, as an approximation:
   --policy duo_attention --streaming_heads FILE
                                        some heads keep --n_stream
                                        tokens, the others the budget
+  --policy sparse_window --policy_budget 4096 --n_read 512
+                                       each token reads so many of
+                                       the budget
   --select quest --select_cells 1024   the cache keeps all, and each
                                        sampled token reads some cells
   --select double_sparsity --select_channels FILE

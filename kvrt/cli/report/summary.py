@@ -150,6 +150,9 @@ def kept_line(policy: "ScoredPolicy") -> str:
     kept = f"{policy.budget:,} tokens a kv head, {policy.budget + policy.interval - 1:,} at most"
     if isinstance(policy, DuoAttention):
         kept += f", and {sum(map(len, policy.streaming))} heads that stream {policy.n_stream:,}"
+    if policy.reads is not None:
+        reads = policy.reads
+        kept += f", and reads {reads.n_read:,} of them, but all every {reads.every:,} tokens"
     return (
         f"{type(policy).__name__} keeps {kept}; of a text longer than that the answer is an "
         "approximation"

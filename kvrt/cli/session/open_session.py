@@ -146,6 +146,8 @@ def _scored_policy(found: Manifest) -> dict[str, Any]:
     if name == "duo_attention":
         heads = json.dumps(said.get("streaming"))
         wanted |= {"streaming_heads": heads, "n_stream": said.get("n_stream")}
+    if said.get("n_read"):
+        wanted |= {"n_read": said["n_read"], "refresh_every": said.get("refresh_every")}
     return {"policy": name, **wanted}
 
 

@@ -134,6 +134,8 @@ def by_score(options: _Options, spec: DecoderSpec, n_ctx: int) -> ScoredPolicy:
     name, interval = options.policy_name, options.policy_interval
     text = options.policy_budget.strip()
     more: dict[str, Any] = {"n_sink": options.n_sink} if _says_sinks(options) else {}
+    if options.n_read:
+        more |= {"n_read": options.n_read, "refresh_every": options.refresh_every}
     if text.isdecimal():
         n = int(text)
     elif text.endswith("%"):

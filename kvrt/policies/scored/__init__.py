@@ -3,7 +3,7 @@
 from types import MappingProxyType
 
 from kvrt.attention.scored.head_slots import QuerySums
-from kvrt.attention.scored.policy import Observed, ScoredPolicy, Seen, Tap
+from kvrt.attention.scored.policy import Observed, Reads, ScoredPolicy, Seen, Tap
 from kvrt.policies.scored.controls import RandomTokens, RecentOnly
 from kvrt.policies.scored.duo_attention import DuoAttention
 from kvrt.policies.scored.expected_attention import ExpectedAttention
@@ -47,6 +47,7 @@ __all__ = [
     "Observed",
     "QuerySums",
     "RandomTokens",
+    "Reads",
     "RecentOnly",
     "Scissorhands",
     "ScoredPolicy",

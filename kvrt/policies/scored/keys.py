@@ -31,6 +31,6 @@ class KeyDiff(ScoredPolicy):
         """Less for keys that are like the mean of the keys at length one."""
         norms = jnp.sqrt(jnp.sum(seen.keys * seen.keys, axis=2, keepdims=True))
         unit = seen.keys / jnp.maximum(norms, 1e-8)
-        mean = jnp.mean(unit, axis=1, keepdims=True)
+        mean = jnp.sum(jnp.where(seen.taken[:, :, None], unit, 0.0), axis=1, keepdims=True)
         mean /= jnp.maximum(jnp.sqrt(jnp.sum(mean * mean, axis=2, keepdims=True)), 1e-8)
         return -jnp.sum(unit * mean, axis=2)

@@ -18,8 +18,9 @@ class KVzip(ScoredPolicy):
     several times a prefill, and slots for the prompt twice meanwhile. What `append` takes in behind
     the prompt is judged by all queries since.
 
-    Departures: each kv head keeps `budget` tokens, where the paper shares its budget between heads
-    and layers; a prompt is repeated as a whole and not in pieces of 2,048 tokens.
+    Departures: each kv head keeps `budget` tokens, or each layer by `head_share`, where the paper
+    shares its budget between heads and layers; a prompt is repeated as a whole and not in pieces of
+    2,048 tokens.
 
     Source: arXiv:2505.23416; KVPress `KVzipPress`.
     """

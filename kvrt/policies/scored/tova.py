@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from kvrt.arrays import Array, Float
 from kvrt.attention.scored.policy import ScoredPolicy, Seen, Tap
+from kvrt.errors import BadConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,15 @@ class TOVA(ScoredPolicy):
     n_sink: int = 0
 
     tap: ClassVar[Tap] = Tap(horizon=1)
+
+    def __post_init__(self) -> None:
+        """Refuses a budget that heads share: they all keep the same."""
+        if self.head_share < 1:
+            raise BadConfig(
+                f"head_share is {self.head_share}, and TOVA keeps the same tokens in all heads of "
+                "a layer; leave it out, or use SnapKV"
+            )
+        ScoredPolicy.__post_init__(self)
 
     @property
     def recent(self) -> int:

@@ -1,0 +1,85 @@
+"""Which tokens stay in the slots of a layer, when some have to go."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import lax
+
+from kvrt.arrays import Array, Bool, Float, Int32
+from kvrt.attention.scored import head_slots
+from kvrt.attention.scored.head_slots import HeadSlots
+from kvrt.attention.scored.policy import Seen
+from kvrt.attention.scored.spec import SlotSpec
+
+# Below what protected tokens have.
+_GREATEST = float(jnp.finfo(jnp.float32).max)
+
+
+def evicts_at(spec: SlotSpec, slots: HeadSlots) -> Int32[Array, ""]:
+    """How many slots are filled when tokens go next.
+
+    Heads that share a budget have more slots than the first eviction leaves time for; behind it
+    some of them are without a token.
+    """
+    n_first = spec.budget + spec.policy.interval
+    if n_first == spec.n_slots:
+        return jnp.int32(n_first)
+    behind = jnp.any(slots.pos < 0)
+    return jnp.where(behind, jnp.int32(spec.n_slots), jnp.int32(n_first))
+
+
+def evict(spec: SlotSpec, slots: HeadSlots) -> HeadSlots:
+    """The slots with `budget` tokens a head: sinks, the newest, and those that score highest."""
+    policy, taken = spec.policy, slots.taken
+    pos = jnp.where(taken, slots.pos, -1)
+    n_past = jnp.max(pos) + 1
+    seen = Seen(
+        keys=jnp.transpose(head_slots.slot_keys(slots), (0, 2, 1)),
+        values=head_slots.slot_values(slots),
+        pos=pos,
+        sums=jnp.where(taken, slots.sums, 0.0),
+        n_past=n_past,
+        queries=slots.queries,
+        group=spec.group,
+        n_ctx=spec.n_ctx,
+    )
+    stays = (pos < policy.n_sink) | (pos >= n_past - policy.recent)
+    found = jnp.clip(policy.score(seen), -_GREATEST, _GREATEST)
+    worth = jnp.where(taken, jnp.where(stays, jnp.inf, found), -jnp.inf)
+    if spec.n_kept == spec.budget:
+        after = head_slots.keep_only(slots, jnp.sort(lax.top_k(worth, spec.budget)[1], axis=1))
+    else:
+        after = _keep(spec, slots, _shared(spec, worth))
+    if policy.observed_by.horizon is not None:
+        after = dataclasses.replace(after, sums=jnp.zeros_like(after.sums))
+    return after
+
+
+def _shared(spec: SlotSpec, worth: Float[Array, "H S"]) -> Bool[Array, "H S"]:
+    """Which tokens stay where heads share a budget: the best of each, then the best of all."""
+    n_heads, n_slots = worth.shape
+    heads = jnp.arange(n_heads, dtype=jnp.int32)[:, None]
+    own = lax.top_k(worth, spec.policy.n_least(spec.budget))[1]
+    stays = jnp.zeros(worth.shape, bool).at[heads, own].set(True)
+    # Not among the best again, but before whatever was never a token.
+    others = jnp.where(stays, -jnp.inf, worth).reshape(-1)
+    n = n_heads * (spec.budget - own.shape[1])
+    return stays.reshape(-1).at[lax.top_k(others, n)[1]].set(True).reshape(n_heads, n_slots)
+
+
+def _keep(spec: SlotSpec, slots: HeadSlots, stays: Bool[Array, "H S"]) -> HeadSlots:
+    """The slots with tokens that stay; before them each head has some without one.
+
+    So the newest tokens of all heads lie in the same slots.
+    """
+    n_slots = stays.shape[1]
+    order = jnp.where(stays, n_slots, 0) + jnp.arange(n_slots, dtype=jnp.int32)[None]
+    index = jnp.argsort(order, axis=1)[:, -spec.n_kept :].astype(jnp.int32)
+    after = head_slots.keep_only(slots, index)
+    n = jnp.sum(stays.astype(jnp.int32), axis=1, keepdims=True)
+    gone = jnp.arange(n_slots, dtype=jnp.int32)[None] < spec.n_kept - n
+    return dataclasses.replace(
+        after,
+        pos=jnp.where(gone, -1, after.pos),
+        sums=jnp.where(gone, 0.0, after.sums),
+    )
