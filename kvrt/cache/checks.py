@@ -8,7 +8,6 @@ from kvrt.config import MAX_POS, CacheConfig, GroupSpec, SelfExtend
 from kvrt.drafts.drafter import Speculation
 from kvrt.errors import BadConfig, BadRange, BadToken, CacheFull
 from kvrt.kv_types import any_by_channel
-from kvrt.program.labels import indexed
 
 
 def token_ids(tokens: Sequence[int], n_vocab: int) -> np.ndarray:
@@ -123,7 +122,6 @@ def drafts(
             "a round reads all cells for several tokens, and select lets single steps read some: "
             "with drafts the text would be another; leave one of them out"
         )
-    indexed.refuse_with("drafts", groups)
     _check_rounded(n, config, groups)
     spec.drafter.check(n_vocab)
 

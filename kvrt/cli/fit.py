@@ -18,6 +18,7 @@ from kvrt.config import MAX_POS, CacheConfig
 from kvrt.policies import by_position
 from kvrt.program import estimate
 from kvrt.program.estimate import Estimate, Part
+from kvrt.select_spec import Indexed
 from kvrt.serving.scheduling.step_plan import Rules
 from kvrt.serving.sizing.pool_sizes import engine_plan
 from kvrt_models import load
@@ -107,6 +108,11 @@ class Fit:
         return sorted(pair for group in self.model.spec.groups for pair in group.kv_of)
 
     @property
+    def indexed(self) -> list[Indexed]:
+        """What layers have that choose what they read by index keys."""
+        return [group.indexed for group in self.model.spec.groups if group.indexed]
+
+    @property
     def left(self) -> float:
         """What the budget has left; less than 0 where it does not suffice."""
         return self.budget - self.n_bytes
@@ -132,6 +138,7 @@ def _text(fit: Fit, pages: Fit | None, measured: bool) -> str:
         _table("", [*weights, *_rows(fit), ("total", "", "", fit.n_bytes)]),
         "",
         _readers(fit),
+        _indexers(fit),
         _padding(fit),
         _budget(fit, measured),
         _longest(fit),
@@ -192,6 +199,18 @@ def _readers(fit: Fit) -> str | None:
     return f"shared      {len(pairs)} {keep} none and read the keys and values of others: {whose}"
 
 
+def _indexers(fit: Fit) -> str | None:
+    """How many of the layers above are index keys, and what they are for."""
+    found = fit.indexed
+    if not found:
+        return None
+    n_layers, n_cells = sum(len(x.keys_of) for x in found), max(x.n_cells for x in found)
+    return (
+        f"indexer     {_count(n_layers, 'layer')} of KV above are index keys, by which a token "
+        f"chooses the {n_cells:,} that it reads"
+    )
+
+
 def _padding(fit: Fit) -> str | None:
     cache = fit.cache
     if not cache.empty_bytes:
@@ -239,6 +258,7 @@ def _json(fit: Fit, pages: Fit | None) -> str:
         "widened_bytes": model.widened_bytes,
         **_fields(fit),
         **({"kv_of": fit.kv_of} if fit.kv_of else {}),
+        **({"indexed": [dataclasses.asdict(x) for x in fit.indexed]} if fit.indexed else {}),
         "budget_bytes": None if math.isinf(fit.budget) else int(fit.budget),
         "fits": fit.left >= 0,
     }

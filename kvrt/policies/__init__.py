@@ -6,7 +6,7 @@ from kvrt.policies.attention_sinks import AttentionSinks
 from kvrt.policies.context import Advance, PolicyContext
 from kvrt.policies.context_shift import ContextShift
 from kvrt.policies.policy import Drop, Policy
-from kvrt.policies.scored import SCORED, Observed, QuerySums, ScoredPolicy, Seen, Tap
+from kvrt.policies.scored import SCORED, Observed, QuerySums, Reads, ScoredPolicy, Seen, Tap
 
 # By name, as `kvrt batch --policy` says it; the contract test runs over all of them.
 POLICIES = MappingProxyType({"context_shift": ContextShift, "attention_sinks": AttentionSinks})
@@ -32,6 +32,7 @@ __all__ = [
     "Policy",
     "PolicyContext",
     "QuerySums",
+    "Reads",
     "ScoredPolicy",
     "Seen",
     "Tap",

@@ -146,7 +146,7 @@ def finish_layers(
       how: the first layer that runs, and the spec of the cache.
     """
     first, spec = how
-    n_layers = sum(len(group.all_layers) for group in spec.layout.groups)
+    n_layers = spec.layout.n_layers
 
     def run(_: Array, attention: StepAttention) -> Array:
         x = model.layers(stream.at[at].get(mode="clip"), attention, first, n_layers)

@@ -38,6 +38,13 @@ class Layout:
     scored: tuple[ScoredGroup, ...] = ()
 
     @property
+    def n_layers(self) -> int:
+        """Layers that a model runs, one behind the other; those of index keys are not run."""
+        n = len(self.recurrent.layers) if self.recurrent else 0
+        n_index = sum(len(group.indexed.keys_of) for group in self.groups if group.indexed)
+        return n + sum(len(group.all_layers) for group in self.groups) - n_index
+
+    @property
     def policy(self) -> ScoredPolicy | None:
         """What keeps tokens by score; None where nothing does."""
         return self.scored[0].slots[0].policy if self.scored else None

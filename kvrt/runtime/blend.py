@@ -25,7 +25,6 @@ from kvrt.config import GroupSpec
 from kvrt.errors import BadConfig, BadRange, BadSequence, CannotRewind, UsageError
 from kvrt.kv_types import CHANNEL_CODECS
 from kvrt.program.batch import Batch, bucket, padded
-from kvrt.program.labels import indexed
 from kvrt.program.layer_range import LayerRange, in_parts
 from kvrt.reuse.blend import BlendSpec, hidden_ratio, to_recompute
 from kvrt.reuse.diff import common_prefix
@@ -118,7 +117,7 @@ def blend(
     ids = checks.token_ids(suffix, cache.device.n_vocab)
     _check_cache(cache)
     groups = cache.device.layout.groups
-    check_spec(len(chunks), sum(len(g.all_layers) for g in groups), spec)
+    check_spec(len(chunks), cache.device.layout.n_layers, spec)
     _check_shared(groups, spec)
     scratch = _scratch(cache, seq_id)
     room.check_free(cache, sum(_sizes(chunks)) + len(ids), cache.host.n_free)
@@ -225,7 +224,7 @@ class _Blend:
         spec = self._spec
         if not spec.auto_ratio:
             return spec, None
-        n_layers = sum(len(g.all_layers) for g in self._cache.device.layout.groups)
+        n_layers = self._cache.device.layout.n_layers
         prefill_s = pace.per_token_s * n * n_layers / (spec.check_layer + 1)
         hidden = hidden_ratio(self._placing.loading.load_s, prefill_s)
         return dataclasses.replace(spec, ratio=max(spec.ratio, hidden)), prefill_s
@@ -292,7 +291,6 @@ def _check_cache(cache: CellCache) -> None:
             f"type_k {config.type_k} has one scale for several tokens, so that none of them can be "
             "replaced alone; use a KV dtype by token"
         )
-    indexed.refuse_with("a blend of chunks", cache.device.layout.groups)
     programs = cache.device.programs
     in_parts(programs.model(programs.params))
 

@@ -284,6 +284,21 @@ def test_real_models(capfd, name):
         assert found["n_bytes"] == n_bytes
 
 
+def test_index_keys_are_named_and_counted_in_cells_and_blocks(kvrt):
+    """DeepSeek-V3.2: what is said is what an engine of either mode allocates."""
+    folder = Path(__file__).parents[1] / "golden" / "hf" / "deepseek-v32"
+    types = ("--dtype", "f32", "--cache_type_k", "f32", "--cache_type_v", "f32")
+    done = kvrt("fit", "-m", folder, "--budget", "1GiB")
+    line = "indexer     3 layers of KV above are index keys, by which a token chooses the "
+    assert line in done.out.decode() and done.err == ""
+    model, config = load.load(folder, dtype="f32").decoder, CacheConfig(n_ctx=256, block_size=16)
+    for mode in ("cell", "paged"):
+        flags = ("--json", "-c", 256, "--block_size", 16, *types, "--mode", mode)
+        found = said(kvrt("fit", "-m", folder, *flags))
+        engine = Engine(model, config, EngineConfig(mode=mode, prefix_cache=False))
+        assert engine.stats().cache_bytes == found["cache_bytes"]
+
+
 def test_layers_that_read_others_are_named(kvrt):
     """Gemma 4: three layers of six, two of which read the same one."""
     folder = Path(__file__).parents[1] / "golden" / "hf" / "gemma4"

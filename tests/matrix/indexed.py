@@ -1,7 +1,8 @@
 """Cells whose queries read few tokens by an indexer (DeepSeek-V3.2), beside the pairs of all axes.
 
 The value `indexed` of the axis `layers` is that of `latent` with index keys. The cells have between
-them every place, policy, frame of keys, KV dtype, state and way to decode that is not refused.
+them every place, policy, frame of keys, KV dtype, state and way to decode that is not refused, and
+drafts.
 """
 
 from tests.matrix.axes import Cell
@@ -15,15 +16,24 @@ INDEXED = (
     Cell("attention_sinks", dtype="int8", layers="indexed"),
     Cell(where="blocks", dtype="q8_0", layers="indexed", state="modules"),
     Cell(rope="read", dtype="int2", layers="indexed"),
+    Cell("attention_sinks", "engine_paged", layers="indexed", state="tiers"),
+    Cell("context_shift", "engine_paged", dtype="int4", layers="indexed", state="checkpoints"),
+    Cell("extend_cache", "engine_paged", "read", layers="indexed", decode="fork"),
+    Cell(where="engine_paged", dtype="int8", layers="indexed", state="prefix", decode="beams"),
+    Cell(where="engine_paged", layers="indexed", state="prefix", speculation="ngram"),
+    Cell(where="engine_paged", dtype="bf16", layers="indexed", state="session"),
+    Cell(layers="indexed", speculation="ngram"),
+    Cell("context_shift", dtype="int8", layers="indexed", state="chunks"),
+    Cell(where="engine_paged", rope="read", layers="indexed", state="chunks"),
 )
 # By what is said when the object is made, a cell that is refused.
 NOT_INDEXED = {
-    "an Engine in blocks, whose lists differ by pool: not built": Cell(
-        where="engine_paged", layers="indexed"
+    "several sequences have no prefix to read once": Cell(
+        where="engine_cells", layers="indexed", decode="shared"
     ),
-    "shared_reads: not built": Cell(where="engine_cells", layers="indexed", decode="shared"),
-    "a blend of chunks: not built": Cell(layers="indexed", state="chunks"),
-    "drafts: not built": Cell(layers="indexed", speculation="ngram"),
+    "single steps as a cache of int8 has them": Cell(
+        dtype="int8", layers="indexed", speculation="ngram"
+    ),
     "an indexer was trained to rank them by exact ones": Cell(
         "extend_paper", rope="read", layers="indexed"
     ),

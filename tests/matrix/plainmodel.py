@@ -72,6 +72,12 @@ def index_weights(q):
     return q[..., :2, 0] * INDEX_SCALE
 
 
+def give_index(layer, attend, q, k, v):
+    """Index queries of the first two heads, and keys of the second kv head."""
+    keys = jnp.concatenate([v, k], 2)[:, 1:]
+    attend.index(layer, jnp.concatenate([q, q], 2)[:, :2], keys, index_weights(q))
+
+
 class PlainModel(nnx.Module):
     """A layer for each part of a name, e.g. "full+recurrent"; their outputs are added up.
 
@@ -114,8 +120,7 @@ class PlainModel(nnx.Module):
         q, k, v = (x[...][tokens] for x in (self.q, self.k, self.v))
         flat = q.reshape(tokens.shape[0], -1)
         if self.groups and self.groups[0].indexed:
-            keys = jnp.concatenate([v, k], 2)[:, 1:]
-            attend.index(0, jnp.concatenate([q, q], 2)[:, :2], keys, index_weights(q))
+            give_index(0, attend, q, k, v)
         if self.groups and self.groups[0].latent_rank:
             q, k = jnp.concatenate([q[:, ::-1], q], 2), jnp.concatenate([v, k], 2)[:, :1]
             v = None
@@ -162,7 +167,8 @@ class PartedModel(PlainModel):
             for group in self.groups
         ]
         self.groups = (front, *behind)
-        self.n_layers = sum(len(group.all_layers) for group in self.groups)
+        n_index = sum(len(group.indexed.keys_of) for group in self.groups if group.indexed)
+        self.n_layers = sum(len(group.all_layers) for group in self.groups) - n_index
         if self.recurrent:
             self.recurrent = dataclasses.replace(self.recurrent, layers=(self.n_layers,))
 
@@ -185,6 +191,8 @@ class PartedModel(PlainModel):
         n, ends = x.shape[0], (WIDTH, WIDTH + N_KV * D, WIDTH + 2 * N_KV * D)
         q, k, v = (part.reshape(n, -1, D) for part in jnp.split(x, ends, axis=1)[:3])
         group = next(g for g in self.groups if layer in g.all_layers)
+        if group.indexed:
+            give_index(layer, attend, q, k, v)
         if group.latent_rank:
             q, k = jnp.concatenate([q[:, ::-1], q], 2), jnp.concatenate([v, k], 2)[:, :1]
             return attend(layer, q, k, None).reshape(n, -1)

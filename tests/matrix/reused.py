@@ -106,6 +106,8 @@ class BlendedSeq:
         self.behind = PlainSeq(cell, policy, extend)
         self._told = cell, policy, extend
 
+    kept = None  # refused with policies by score
+
     @property
     def rows(self) -> list:
         return self.behind.rows

@@ -26,7 +26,15 @@ from kvrt.store.kv import read_kv
 from tests.sharedlm import CLA2, SharedLm
 
 EXIT = {"shared": 2}
-SLOW = {"heads of 32", "window alone", "window with sinks", "chunked", "shared", "latent"}
+SLOW = {
+    "heads of 32",
+    "window alone",
+    "window with sinks",
+    "chunked",
+    "shared",
+    "latent",
+    "indexed",
+}
 EXACT = [k for k in KINDS if k not in ("shared windows", "delta") and "recurrent" not in k]
 EXACT = [k for k in EXACT if "hybrid" not in k]
 

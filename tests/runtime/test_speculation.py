@@ -24,6 +24,7 @@ from kvrt import (
 from kvrt.cells.cells import owned
 from kvrt.errors import BadConfig, BadToken, CacheFull
 from kvrt.store.kv import read_kv
+from tests.indexedlm import IndexedLm
 from tests.latentlm import LatentLm
 from tests.marks import first_fast
 from tests.sharedlm import CLA2, SharedLm
@@ -44,6 +45,7 @@ KINDS = {
     "recurrent": lambda: HybridLm(attention=False),
     "shared": lambda: SharedLm(kv_of=CLA2),
     "latent": LatentLm,
+    "indexed": IndexedLm,
     "delta": DeltaLm,
     "shared windows": lambda: SharedLm(kv_of=(0, 1, 0, 1), masks=[WINDOW, FULL] * 2),
 }
@@ -55,6 +57,7 @@ SLOW = {
     "hybrid with a window",
     "shared windows",
     "latent",
+    "indexed",
     "delta",
 }
 

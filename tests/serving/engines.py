@@ -53,9 +53,6 @@ MODELS |= {
     "indexed": IndexedLm,
     "full ropes": functools.partial(of_ropes, 100.0, 17.0, masks=[MaskSpec()] * 2),
 }
-# An indexer goes with neither blocks nor drafts.
-OF_ALL = [kind for kind in MODELS if kind != "indexed"]
-
 
 _OF_ENGINE = {f.name for f in dataclasses.fields(EngineConfig)}
 

@@ -10,14 +10,14 @@ from kvrt.policies import AttentionSinks, ContextShift
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.scheduling.step_plan import Rules
 from tests.marks import full, in_turn
-from tests.serving.engines import MODELS, N_BATCH, N_ROWS, OF_ALL, B, ask, drawn, make, served
+from tests.serving.engines import MODELS, N_BATCH, N_ROWS, B, ask, drawn, make, served
 from tests.serving.soundcells import assert_sound
 
 MODES = [pytest.param("cell", marks=pytest.mark.slow), "paged"]
 N_DRAFT = 3
 # Of two modes and all kinds of layers, those in the default suite.
 FAST = {("full", "cell"), ("recurrent", "paged")}
-LAYERS = in_turn(OF_ALL, ("cell", "paged"), FAST)
+LAYERS = in_turn(MODELS, ("cell", "paged"), FAST)
 
 
 class Script:

@@ -1,9 +1,11 @@
-"""Engines in cells on layers that an indexer chooses for: logits of sorted scores, and hits."""
+"""Engines on layers that an indexer chooses for: logits of sorted scores, and hits."""
 
 import numpy as np
+import pytest
 
 from kvrt.serving.request import Request
 from tests.indexedlm import PlainIndexed
+from tests.marks import first_fast
 from tests.serving import engines
 
 PROMPTS = tuple(tuple((k * i + i // 3) % 32 for i in range(n)) for k, n in ((5, 22), (3, 13)))
@@ -37,12 +39,15 @@ def served(engine, prompts, n_predict):
     return judged
 
 
-def test_requests_beside_each_other_and_hits_are_those_of_the_oracle():
-    engine = engines.make("indexed", "cell")
+@pytest.mark.parametrize("mode", first_fast(["paged", "cell"]))
+def test_requests_beside_each_other_and_hits_are_those_of_the_oracle(mode):
+    engine = engines.make("indexed", mode)
     first = served(engine, dict(zip("ab", PROMPTS, strict=True)), 6)
     assert [len(x.text) for x in first.values()] == [28, 19]
     again = served(engine, {"c": (*first["a"].text[:-1], 9, 9), "d": PROMPTS[0][:17]}, 4)
-    assert again["c"].n_cached >= 26 and again["d"].n_cached >= 16
+    assert again["c"].n_cached >= 24 and again["d"].n_cached >= 16
+    if mode == "paged":
+        return
     first, second = (g.cells for g in engine.space._cache.host.contents.groups)
     np.testing.assert_array_equal(first.pos, second.pos)
     np.testing.assert_array_equal(first.seqs, second.seqs)

@@ -21,7 +21,7 @@ from kvrt.attention.scored import head_slots
 from kvrt.attention.scored.evict import evict, evicts_at
 from kvrt.attention.scored.head_slots import HeadSlots, QuerySums
 from kvrt.attention.scored.policy import Observed
-from kvrt.attention.scored.reads import SlotKV, choose, chosen_slots, n_alike, refreshes
+from kvrt.attention.scored.reads import SlotKV, choose_slots, chosen_slots, n_of_one_kind, refreshes
 from kvrt.attention.scored.spec import SlotSpec, slots_of
 
 # Tokens that one call of the chunked form takes; it runs them an interval at a time.
@@ -66,7 +66,7 @@ def _in_parts(
         here = tuple(lax.dynamic_slice_in_dim(x, i, most) for x in padded)
         m = jnp.minimum(jnp.minimum(evicts_at(spec, slots) - slots.filled, n - i), most)
         if spec.policy.reads is not None:
-            m = jnp.minimum(m, n_alike(spec.policy.reads, here[3][0]))
+            m = jnp.minimum(m, n_of_one_kind(spec.policy.reads, here[3][0]))
         slots, y = attend_and_keep(spec, slots, here, m, sinks)
         # What is written beyond the part is written again by the next one.
         return i + m, slots, lax.dynamic_update_slice_in_dim(out, y, i, 0)
@@ -90,14 +90,14 @@ def attend_and_keep(
       spec: of the layer.
       slots: with n free ones at least.
       rows: as in `recurrence`; from n on anything finite.
-      n: how many tokens count; where not all slots are read, `n_alike` of the first at most.
+      n: how many tokens count; where not all slots are read, `n_of_one_kind` of the first at most.
       sinks: as in `recurrence`.
     """
     reads = spec.policy.reads
 
     def all_read(slots: HeadSlots) -> tuple[HeadSlots, Array]:
         after, out = _read_all(spec, slots, rows, n, sinks)
-        return after if reads is None else choose(reads, after, rows[3][0]), out
+        return after if reads is None else choose_slots(reads, after, rows[3][0]), out
 
     def some_read(slots: HeadSlots) -> tuple[HeadSlots, Array]:
         assert reads is not None, "asked for below"

@@ -36,13 +36,13 @@ def refreshes(reads: Reads, pos: Int32[Array, ""]) -> Bool[Array, ""]:
     return lax.rem(pos, jnp.int32(reads.every)) == 0
 
 
-def n_alike(reads: Reads, pos: Int32[Array, ""]) -> Int32[Array, ""]:
+def n_of_one_kind(reads: Reads, pos: Int32[Array, ""]) -> Int32[Array, ""]:
     """Tokens from a position on that read all, or some, as its own does."""
     since = lax.rem(pos, jnp.int32(reads.every))
     return jnp.where(since == 0, 1, reads.every - since)
 
 
-def choose(reads: Reads, slots: HeadSlots, pos: Int32[Array, ""]) -> HeadSlots:
+def choose_slots(reads: Reads, slots: HeadSlots, pos: Int32[Array, ""]) -> HeadSlots:
     """The slots of the greatest sums, to be read by all queries up to the next that reads all.
 
     Chosen among those that the last of these does not see among the newest.

@@ -40,14 +40,14 @@ def has_indexer(groups: Sequence[GroupSpec]) -> bool:
     return any(group.indexed for group in groups)
 
 
-def refuse_with(what: str, groups: Sequence[GroupSpec]) -> None:
-    """Refuses what is not built for layers with an indexer; `what` begins the line.
+def refuse_shared_reads(groups: Sequence[GroupSpec]) -> None:
+    """Refuses to read a prefix once for several sequences.
 
     Raises:
-      BadConfig: the model has one.
+      BadConfig: the model has an indexer.
     """
     if has_indexer(groups):
         raise BadConfig(
-            f"{what}: not built for a model whose layers choose what they read by an indexer "
-            "(DeepSeek-V3.2); use a Runtime, or an Engine in mode='cell', without it"
+            "with an indexer each token reads cells of its own choice, so that several sequences "
+            "have no prefix to read once; leave shared_reads out"
         )

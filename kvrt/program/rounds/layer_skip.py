@@ -61,8 +61,7 @@ def check_exit(programs: Programs, exit_layer: int) -> None:
         a layer behind the exit reads keys and values of one before it.
     """
     layout = programs.spec.layout
-    n = len(layout.recurrent.layers) if layout.recurrent else 0
-    n_layers = n + sum(len(group.all_layers) for group in layout.groups)
+    n_layers = layout.n_layers
     if not 0 < exit_layer < n_layers:
         raise BadConfig(
             f"exit_layer is {exit_layer}, and the model has {n_layers} layers; some of them must "
@@ -192,7 +191,7 @@ def _verify(
     how: ExitSpec,
 ) -> tuple[Sampled, Cache, sample.Sampler]:
     """The other layers over all tokens that were fed; those that stay are cached."""
-    n_layers = sum(len(group.all_layers) for group in spec.layout.groups)
+    n_layers = spec.layout.n_layers
 
     def run(_: Array, attend: StepAttention) -> tuple[Array, Sampled, sample.Sampler]:
         attend.one_by_one()

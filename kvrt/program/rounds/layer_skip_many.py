@@ -170,7 +170,7 @@ def _verify(
 ) -> tuple[Accepted, Float[Array, "R V"], Cache]:
     """The other layers over all tokens of the step; those that stay are cached."""
     (spec, exit_layer), n_tokens = where, drafted.tokens.shape[0]
-    n_layers = sum(len(group.all_layers) for group in spec.layout.groups)
+    n_layers = spec.layout.n_layers
     # Of drafts that were wanted and not made there is nothing.
     at = jnp.asarray(rounds.at)[:, 1:]
     real = jnp.ones(n_tokens, bool).at[at].set(rounds.drafts != NO_DRAFT, mode="drop")

@@ -51,10 +51,8 @@ def open_space(
             "reads prompts in parts, once; use SnapKV, or compress_prompt with a Runtime"
         )
     layers = layers_of(model, config, scored)
-    if options.mode == "paged":
-        indexed.refuse_with("an Engine in blocks, whose lists differ by pool", layers.groups)
     if options.shared_reads:
-        indexed.refuse_with("shared_reads", layers.groups)
+        indexed.refuse_shared_reads(layers.groups)
     sized = fit_budget(layers.groups, layers.recurrent, layers.config, options, drops)
     if sized.n_ctx != config.n_ctx:
         config = dataclasses.replace(config, n_ctx=sized.n_ctx)
