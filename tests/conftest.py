@@ -34,6 +34,12 @@ def pytest_addoption(parser):
         help="no annotation is checked: a sixth faster, where the default suite runs the same code",
     )
     parser.addoption(
+        "--programs",
+        metavar="FOLDER",
+        help="keep compiled programs there: what one process has compiled no other has to, in this "
+        "run or the next; those of commands have a folder of their own",
+    )
+    parser.addoption(
         "--full",
         action="store_true",
         help="whole grids and budgets, for which CI has no time: `budget`, and the marker `full`",
@@ -162,9 +168,18 @@ _KEPT = (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _kept_programs():
-    """A command in this process makes JAX keep programs in a folder: for its own module alone."""
+def _kept_programs(request):
+    """Programs of --programs; those of a command in this process are for its own module alone.
+
+    Modules of commands and those with ALONE find none.
+    """
     before = {name: getattr(jax.config, name) for name in _KEPT}
+    folder = request.config.getoption("--programs")
+    alone = getattr(request.module, "ALONE", False) or "cli" in request.path.parts
+    if folder and not alone:
+        for name, value in zip(_KEPT, (folder, 0.2, 0), strict=True):
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
     yield
     if any(getattr(jax.config, name) != value for name, value in before.items()):
         for name, value in before.items():

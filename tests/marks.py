@@ -20,17 +20,26 @@ def full(*values: Any) -> Any:
     return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.full])
 
 
+# Kinds of layers that CI has wherever kinds are a grid; the matrix has all beside all else.
+KINDS_OF_CI = frozenset({"full", "window", "recurrent", "latent", "shared", "indexed"})
+
+
+def of_ci(kinds: Iterable[str]) -> list[Any]:
+    """Kinds of layers, of which CI has some."""
+    return [kind if kind in KINDS_OF_CI else full(kind) for kind in kinds]
+
+
 def in_turn(
-    first: Iterable[Any], second: Sequence[Any], fast: Container[tuple[Any, Any]] = ()
+    first: Iterable[str], second: Sequence[Any], fast: Container[tuple[Any, Any]] = ()
 ) -> list[Any]:
-    """Pairs of two values, of which CI has each first value once, with the second ones in turn.
+    """Kinds of layers and other values, of which CI has its kinds once, the others in turn.
 
     Pairs in `fast` are those of the default suite.
     """
     out = []
     for i, a in enumerate(first):
         for j, b in enumerate(second):
-            mark = slow if i % len(second) == j else full
+            mark = slow if i % len(second) == j and a in KINDS_OF_CI else full
             out.append((a, b) if (a, b) in fast else mark(a, b))
     return out
 

@@ -39,13 +39,15 @@ def test_pytest_alone_is_the_default_suite():
 
 def test_the_lines_of_ci_run_every_test_once():
     script = (ROOT / ".ci" / "run").read_text()
-    lines = re.findall(r'^pytest -m "(.*)"(?: --unchecked)?$', script, re.MULTILINE)
+    more = r'(?: --unchecked)? --programs "\$venv-programs"'
+    lines = re.findall(rf'^pytest -m "(.*)"{more}$', script, re.MULTILINE)
     assert len(lines) == 2
     for marks in ([], ["slow"], ["model"], ["slow", "model"]):
         assert sum(runs(line, *marks) for line in lines) == 1, marks
 
 
-def test_ci_draws_other_histories_each_day():
+def test_ci_draws_other_histories_each_day_and_waits_for_them():
     script = (ROOT / ".ci" / "run").read_text()
-    line = r'^python -m scripts\.soak --minutes 4 --seed "\$\(date -u \+%Y%m%d\)"$'
+    line = r'^python -m scripts\.soak --minutes 4 --seed "\$\(date -u \+%Y%m%d\)" > .* &$'
     assert re.search(line, script, re.MULTILINE)
+    assert re.search(r'^wait "\$soak" \|\| \{ .*; exit 1; \}$', script, re.MULTILINE)

@@ -81,7 +81,7 @@ def add_tile(
     part: Partial,
     s: Float[Array, "H Q B"],
     v: Float[Array, "H B D"],
-    visible: Bool[Array, "#H Q B"],
+    visible: Bool[Array, "#H #Q B"],
 ) -> Partial:
     """`part` with one more tile of cells.
 

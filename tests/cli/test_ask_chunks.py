@@ -225,7 +225,7 @@ def test_flags_of_chunks_without_chunks(kvrt, chunks):
     fails(kvrt("prefill", "-p", "a", "--as_chunk", "--chat", "-o", "x.kv"), 2, "leave out --chat")
 
 
-@pytest.mark.parametrize("mode", ["paged", "cell"])
+@pytest.mark.parametrize("mode", ["paged", full("cell")])
 def test_lines_of_a_batch_name_chunks(kvrt, ask, deep, chunks, tmp_path, mode):
     text = tmp_path / "b.txt"
     text.write_text(TEXTS["b"])

@@ -9,7 +9,7 @@ from kvrt.errors import BadConfig, BadRequest, BadToken
 from kvrt.policies import AttentionSinks, ContextShift
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.scheduling.step_plan import Rules
-from tests.marks import full, in_turn
+from tests.marks import full, in_turn, slow
 from tests.serving.engines import MODELS, N_BATCH, N_ROWS, B, ask, drawn, make, served
 from tests.serving.soundcells import assert_sound
 
@@ -210,10 +210,7 @@ def test_every_token_of_a_round_has_its_logits(mode):
     np.testing.assert_allclose(np.stack(found), np.stack(rows), atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(x, marks=pytest.mark.slow) for x in ("int8", "f16")]
-)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "dtype"), [slow("paged", "int8"), slow("cell", "f16")])
 def test_quantized_keys_are_those_of_single_steps(mode, dtype, monkeypatch):
     never_backs_off(monkeypatch)
     both = pair("window", mode, type_k=dtype, type_v=dtype)

@@ -7,6 +7,7 @@ from kvrt import errors
 from kvrt.paged.hashing import Chain
 from kvrt.serving.offload import TierConfig
 from kvrt.serving.scheduling.step_plan import Rules
+from tests.marks import of_ci
 from tests.serving.engines import MODELS, N_BATCH, B, alone, ask, make, one, run
 
 pytestmark = pytest.mark.slow
@@ -31,7 +32,7 @@ def evict(engine, rng):
         one(engine, ask(f"filler {i}", rng.integers(0, 32, 55), 4, salt=rng.bytes(4)))
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", of_ci(MODELS))
 def test_an_evicted_prefix_comes_back_from_the_host(kind):
     rng = np.random.default_rng(0)
     with small(kind, HOST) as engine:

@@ -110,8 +110,7 @@ def test_a_fork_of_what_a_policy_dropped_from_drops_by_itself(policy, mode, n, r
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["full", "recurrent"])
+@pytest.mark.parametrize(("kind", "mode"), [("full", "cell"), ("recurrent", "paged")])
 def test_a_fork_of_what_self_extend_moved_moves_by_itself(kind, mode):
     extend = SelfExtend(ga_n=2, ga_w=8)
     engine = make(kind, mode, self_extend=extend)

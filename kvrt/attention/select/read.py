@@ -78,9 +78,7 @@ def over_units(
     sees_own = jnp.tile(itself, n_heads)[:, None, None]
     part = softmax.of_one(own_s, own(qkv.v)[:, None], sees_own)
     values = values.reshape(n_lanes, -1, values.shape[-1])
-    part = softmax.add_tile(
-        part, s, values, jnp.broadcast_to(visible.reshape(n_lanes, 1, -1), s.shape)
-    )
+    part = softmax.add_tile(part, s, values, visible.reshape(n_lanes, 1, -1))
     sinks = how.sinks
     if sinks is not None:
         by_head = sinks.astype(jnp.float32).reshape(n_heads, 1, n_group)
