@@ -15,7 +15,7 @@ from kvrt.attention.types import AttendArgs, TokenQKV
 from kvrt.cells.slots import Places
 from kvrt.config import CacheConfig
 from kvrt.errors import BadConfig
-from kvrt.files import atomic
+from kvrt.files import atomic, small_json
 from kvrt.program import step
 from kvrt.program.batch import Batch
 from kvrt.program.layout import Layout, cell_layout
@@ -24,7 +24,6 @@ from kvrt.program.step import Cache, StepSpec
 from kvrt.select_spec import Channels
 
 _KIND = "kvrt heavy channels, 1"
-_MOST_BYTES = 1 << 26
 
 
 def heavy_channels(
@@ -132,10 +131,7 @@ def read_channels(path: str) -> tuple[Channels, str]:
     Raises:
       BadConfig: the file cannot be read, or has something else.
     """
-    try:
-        found = json.loads(pathlib.Path(path).read_bytes()[:_MOST_BYTES])
-    except (OSError, ValueError) as error:
-        raise BadConfig(f"{path}: {error}; name a file of heavy channels") from error
+    found = small_json.read_json_file(path, "heavy channels")
     if not isinstance(found, dict) or found.get("kind") != _KIND or not _is_sound(found):
         raise BadConfig(f"{path} has no heavy channels; make one with scripts.calibrate_channels")
     channels = tuple(tuple(tuple(head) for head in layer) for layer in found["channels"])

@@ -98,6 +98,14 @@ def test_kvzip_says_what_its_repetition_takes(go, long_prompt, tmp_path):
     assert "repeated" not in again.err
 
 
+def test_kvzip_repeats_nothing_that_fits(go, long_prompt):
+    flags = (*long_prompt, "--policy", "kvzip", "--policy_budget", "80", "-c", 256, "-n", 3)
+    done = go(*flags, "--ignore_eos", "--dtype", "f32", prompt=False)
+    assert done.code == 0, done.err
+    assert "KVzip keeps all of it, for it fits the slots; 60 tokens were evaluated" in done.err
+    assert "repeated" not in done.err
+
+
 def test_a_prompt_is_compressed_once(go, long_prompt):
     size = ("--policy", "snapkv", "--policy_budget", "40", "--policy_interval", "32")
     flags = (*long_prompt, *size, "-c", 128, "-n", 3, "--ignore_eos", "--dtype", "f32")

@@ -231,6 +231,11 @@ class PlainSeq:
             rotated(q[t], row.pos), rotated(row.k, row.pos), row.v, row.pos
         ).ravel()
 
+    def keeps(self, heads):
+        """Whether the layer that keeps tokens by score has these positions, by kv head."""
+        mine = [[token.pos for token in head] for head in self.kept.heads]
+        return [x.tolist() for x in heads] == mine
+
     def hold(self, tokens):
         """Takes in tokens that were computed before, whose logits nobody wants."""
         own, q = self.own(tokens)

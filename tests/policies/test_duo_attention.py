@@ -99,7 +99,10 @@ def test_heads_are_read_from_a_file_or_as_they_are(tmp_path):
         ("[[1.5]]", "has no streaming heads"),
         ("[[1]", "name a file of streaming heads"),
         (str(tmp_path / "nowhere"), "name a file of streaming heads"),
+        ("[" * 100_000, "nested too deeply; name a file"),
+        (str(tmp_path), "it is a folder, not a regular file"),
+        ("/dev/zero", "it is a device, not a regular file"),
     ):
         with pytest.raises(BadConfig, match=says) as found:
             read_streaming(text)
-        assert "\n" not in str(found.value)
+        assert "\n" not in str(found.value) and len(str(found.value)) < 300

@@ -37,7 +37,7 @@ def read_compressed(
     assert policy is not None, "asked before"
     name, n, ask = type(policy).__name__, len(reading.ids), list[int]()
     n_all = n
-    if policy.reads_whole:
+    if policy.reads_whole and n >= policy.budget + policy.interval:
         ask = tokenizer.encode(REPEAT, add_special=False)
         n_all = 2 * n + len(ask)
         if not quiet:

@@ -1,14 +1,11 @@
 """DuoAttention: some heads stream, with sinks and the newest tokens; the others keep the text."""
 
 import dataclasses
-import json
-import pathlib
 
 from kvrt.arrays import Array, Float
 from kvrt.attention.scored.policy import HeadPart, ScoredPolicy, Seen
 from kvrt.errors import BadConfig
-
-_MOST_BYTES = 1 << 24  # of a file of heads
+from kvrt.files import small_json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,11 +69,14 @@ def read_streaming(text: str) -> tuple[tuple[int, ...], ...]:
     Raises:
       BadConfig: the file cannot be read, or has something else.
     """
-    try:
-        is_file = not text.lstrip().startswith("[")
-        found = json.loads(pathlib.Path(text).read_bytes()[:_MOST_BYTES] if is_file else text)
-    except (OSError, ValueError) as error:
-        raise BadConfig(f"{text}: {error}; name a file of streaming heads") from error
+    if text.lstrip().startswith("["):
+        try:
+            found = small_json.parse_json(text)
+        except ValueError as error:
+            shown = text if len(text) <= 60 else f"{text[:57]}..."
+            raise BadConfig(f"{shown}: {error}; name a file of streaming heads") from error
+    else:
+        found = small_json.read_json_file(text, "streaming heads")
     layers = found.get("streaming") if isinstance(found, dict) else found
     if not isinstance(layers, list) or not all(
         isinstance(heads, list) and all(type(h) is int for h in heads) for heads in layers
