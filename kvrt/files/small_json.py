@@ -20,13 +20,13 @@ def read_json_file(path: str, what: str) -> Any:
             data = file.read(_MOST_BYTES + 1)
         if len(data) > _MOST_BYTES:
             raise ValueError("it is larger than 64 MiB")
-        return parse_json(data)
+        return json_value(data)
     except (OSError, ValueError) as error:
         said = error.strerror or error if isinstance(error, OSError) else error
         raise BadConfig(f"{path}: {said}; name a file of {what}") from error
 
 
-def parse_json(text: str | bytes) -> Any:
+def json_value(text: str | bytes) -> Any:
     """The value of JSON.
 
     Raises:

@@ -71,7 +71,7 @@ def read_streaming(text: str) -> tuple[tuple[int, ...], ...]:
     """
     if text.lstrip().startswith("["):
         try:
-            found = small_json.parse_json(text)
+            found = small_json.json_value(text)
         except ValueError as error:
             shown = text if len(text) <= 60 else f"{text[:57]}..."
             raise BadConfig(f"{shown}: {error}; name a file of streaming heads") from error
