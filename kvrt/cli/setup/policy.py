@@ -1,5 +1,6 @@
 """From flags to what stays of a text that outgrows its context, and whether a prompt fits."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -147,10 +148,14 @@ def by_score(options: _Options, spec: DecoderSpec, n_ctx: int) -> ScoredPolicy:
         if name != "duo_attention":
             return SCORED[name](**sizes)
         assert options.streaming_heads is not None, "checked with the flags"
-        streaming = read_streaming(options.streaming_heads)
+        streaming = _streaming(options.streaming_heads)
         return DuoAttention(streaming=streaming, n_stream=options.n_stream, **sizes)
     except BadConfig as error:
         raise BadConfig(f"--policy {name} --policy_budget {text}: {error}") from error
+
+
+# A longest context is searched for by many sizes, each with a policy of its own.
+_streaming = functools.lru_cache(maxsize=1)(read_streaming)
 
 
 def _says_sinks(options: _Options) -> bool:
