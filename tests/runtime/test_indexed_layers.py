@@ -15,11 +15,9 @@ from kvrt import (
     Indexed,
     MaskSpec,
     MeshSpec,
-    PromptLookup,
     Quest,
     Runtime,
     SelfExtend,
-    Speculation,
     session,
 )
 from kvrt.attention.select.indexer import choose_places
@@ -211,14 +209,11 @@ def test_a_cache_that_an_indexer_cannot_rank_is_refused(says):
     raises(says, lambda: Runtime(model(), CacheConfig(**{**SIZES, **OPTIONS[says]})))
 
 
-def test_what_is_not_built_is_refused():
-    config, not_built = CacheConfig(**SIZES), "not built for a model whose layers choose what"
-    options = {
-        "an Engine in blocks, whose lists differ by pool": EngineConfig(mode="paged"),
-        "shared_reads": EngineConfig(mode="cell", shared_reads=True),
-    }
-    for what, said in options.items():
-        raises(f"{what}: {not_built}", lambda x=said: Engine(model(), config, x))
+def test_what_an_indexer_does_not_go_with_is_refused():
+    config = CacheConfig(**SIZES)
+    for mode in ("cell", "paged"):
+        options = EngineConfig(mode=mode, shared_reads=True)
+        raises("have no prefix to read once", lambda x=options: Engine(model(), config, x))
     raises(
         "an indexer ranks all cells of a sequence together",
         lambda: Runtime(model(), config, mesh=MeshSpec()),
@@ -226,13 +221,6 @@ def test_what_is_not_built_is_refused():
     raises(
         "layers that keep a latent have one cell a token for all heads, which H2O",
         lambda: Runtime(model(), config, policy=H2O(budget=32)),
-    )
-    at = runtime()
-    at.append([1, 2, 3])
-    drafts = Speculation(drafter=PromptLookup(), n_draft=3)
-    raises(
-        f"drafts: {not_built}",
-        lambda: next(at.generate(4, speculation=drafts)),
     )
     raises(f"a blend of chunks: {not_built}", lambda: at.chunk([4, 5]))
 
