@@ -36,8 +36,8 @@ def pytest_addoption(parser):
     parser.addoption(
         "--programs",
         metavar="FOLDER",
-        help="keep compiled programs there (write --programs=FOLDER): what one process has compiled no other has to, in this "
-        "run or the next; those of commands have a folder of their own",
+        help="keep compiled programs there (write --programs=FOLDER): what one process compiles no "
+        "other has to, in this run or the next; those of commands have a folder of their own",
     )
     parser.addoption(
         "--full",

@@ -222,7 +222,6 @@ def test_what_an_indexer_does_not_go_with_is_refused():
         "layers that keep a latent have one cell a token for all heads, which H2O",
         lambda: Runtime(model(), config, policy=H2O(budget=32)),
     )
-    raises(f"a blend of chunks: {not_built}", lambda: at.chunk([4, 5]))
 
 
 class Other(IndexedLm):
