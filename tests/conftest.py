@@ -168,16 +168,18 @@ _KEPT = (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _kept_programs(request):
+def _kept_programs(request, _quick_compiles):
     """Programs of --programs; those of a command in this process are for its own module alone.
 
-    Modules of commands and those with ALONE find none.
+    Modules of commands and those with ALONE find none. JAX's key of a program does not say whether
+    it was optimised, so both kinds have folders of their own.
     """
     before = {name: getattr(jax.config, name) for name in _KEPT}
     folder = request.config.getoption("--programs")
     alone = getattr(request.module, "ALONE", False) or "cli" in request.path.parts
     if folder and not alone:
-        for name, value in zip(_KEPT, (folder, 0.2, 0), strict=True):
+        own = os.path.join(folder, "optimised" if _quick_compiles else "quick")
+        for name, value in zip(_KEPT, (own, 0.2, 0), strict=True):
             jax.config.update(name, value)
         compilation_cache.reset_cache()
     yield

@@ -88,21 +88,11 @@ def add_tile(
     A value that no query sees is replaced by zero before the product, since 0 * NaN is NaN: what
     a released or foreign cell holds never matters.
     """
-    v = jnp.where(jnp.any(visible, axis=1)[:, :, None], v, 0.0)
-    return add_finite(part, s, v, visible)
-
-
-def add_finite(
-    part: Partial,
-    s: Float[Array, "H Q B"],
-    v: Float[Array, "H B D"],
-    visible: Bool[Array, "#H #Q B"],
-) -> Partial:
-    """As `add_tile`, of values that are finite wherever a query does not see them."""
     s = jnp.where(visible, s, MASKED)
     m = jnp.maximum(part.m, jnp.max(s, axis=2))
     # The second condition keeps a query that has seen nothing at weight zero instead of exp(0).
     p = jnp.where(visible, jnp.exp(s - m[:, :, None]), 0.0)
+    v = jnp.where(jnp.any(visible, axis=1)[:, :, None], v, 0.0)
     old = jnp.exp(part.m - m)
     pv = lax.dot_general(p, v, (((2,), (1,)), ((0,), (0,))))
     return Partial(m=m, l=part.l * old + jnp.sum(p, axis=2), acc=part.acc * old[:, :, None] + pv)

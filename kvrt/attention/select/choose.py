@@ -27,7 +27,6 @@ class UnitView:
       seen: units with one. `[T, U]`
       kept: units with a visible sink or recent cell. `[T, U]`
       order: units by the first position that is visible in them, those not seen last. `[T, U]`
-      in_order: whether that is how they lie, for all tokens.
       fits: whether no token sees more units than are chosen.
     """
 
@@ -35,7 +34,6 @@ class UnitView:
     seen: Bool[Array, "T U"]
     kept: Bool[Array, "T U"]
     order: Int32[Array, "T U"]
-    in_order: Bool[Array, ""]
     fits: Bool[Array, ""]
 
 
@@ -56,16 +54,8 @@ def unit_view(view: AnyView, group: GroupSpec, select: Select) -> UnitView:
     seen = jnp.any(cells, axis=2)
     n_seen = jnp.max(jnp.sum(seen.astype(jnp.int32), axis=1))
     first = jnp.min(by_unit(jnp.where(visible, pos, MAX_POS)), axis=2)
-    order = jnp.argsort(first, axis=1).astype(jnp.int32)
-    in_order = jnp.all(first[:, 1:] >= first[:, :-1])
-    return UnitView(
-        cells=cells,
-        seen=seen,
-        kept=kept,
-        order=order,
-        in_order=in_order,
-        fits=n_seen <= select.n_units,
-    )
+    order, fits = jnp.argsort(first, axis=1).astype(jnp.int32), n_seen <= select.n_units
+    return UnitView(cells=cells, seen=seen, kept=kept, order=order, fits=fits)
 
 
 def _listed(view: AnyView) -> Bool[Array, "T N"]:
@@ -113,17 +103,10 @@ def choose_units(
     weights = unit_weights(select, layer, q, labels, units, group)
     weights = jnp.where(units.kept[None], _KEPT, weights)
     weights = jnp.where(units.seen[None], weights, MASKED)
-    n = min(select.n_units, weights.shape[2])
-
-    def best(weights: Array) -> Array:
-        return _greatest(weights, n) if select.unit == 1 else lax.top_k(weights, n)[1]
-
-    def best_by_position() -> Array:
-        order = jnp.broadcast_to(units.order[None], weights.shape)
-        found = best(jnp.take_along_axis(weights, order, axis=2))
-        return jnp.take_along_axis(order, found, axis=2)
-
-    return lax.cond(units.in_order, lambda: best(weights), best_by_position)
+    order = jnp.broadcast_to(units.order[None], weights.shape)
+    weights, n = jnp.take_along_axis(weights, order, axis=2), min(select.n_units, order.shape[2])
+    found = _greatest(weights, n) if select.unit == 1 else lax.top_k(weights, n)[1]
+    return jnp.take_along_axis(order, found, axis=2)
 
 
 def unit_weights(

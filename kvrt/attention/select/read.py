@@ -77,9 +77,8 @@ def over_units(
     )
     sees_own = jnp.tile(itself, n_heads)[:, None, None]
     part = softmax.of_one(own_s, own(qkv.v)[:, None], sees_own)
-    # While they are gathered: of a whole tile it would be one more pass over all of it.
-    values = jnp.where(visible[..., None], values, 0.0).reshape(n_lanes, -1, values.shape[-1])
-    part = softmax.add_finite(part, s, values, visible.reshape(n_lanes, 1, -1))
+    values = values.reshape(n_lanes, -1, values.shape[-1])
+    part = softmax.add_tile(part, s, values, visible.reshape(n_lanes, 1, -1))
     sinks = how.sinks
     if sinks is not None:
         by_head = sinks.astype(jnp.float32).reshape(n_heads, 1, n_group)
