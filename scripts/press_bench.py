@@ -89,8 +89,7 @@ def run() -> None:
     if not _N_KEYS.value and (not _N_TEXTS.value or not all(map(_reads_texts, wanted))):
         raise UsageError("--n_keys 0 leaves nothing to measure; give one, or --n_texts")
     model = load(_MODEL.value)
-    n = max(_N_PROMPT.value + _N_NEXT.value, _N_PASSKEY.value) + 64
-    config = CacheConfig(n_ctx=-(-n // 256) * 256)
+    config = CacheConfig(n_ctx=-(-_longest() // 256) * 256)
     plays, keys = _plays(model), _keys(model)
     dense = Reader(Runtime(model.decoder, config), model, "dense", None)
     exact = [dense.logits(text) for text in plays]
@@ -110,6 +109,11 @@ def run() -> None:
         _draw(lines, _PLOT.value)
     if _KEPT.value:
         _draw_kept(panels, _KEPT.value)
+
+
+def _longest() -> int:
+    """Tokens of the longest text, and some that follow it."""
+    return max(_N_PROMPT.value + _N_NEXT.value, _N_PASSKEY.value) + 64
 
 
 def _plays(model: Model) -> list[list[int]]:
@@ -147,11 +151,10 @@ def method_of(name: str, n_slots: int) -> Method:
     if n_slots <= interval:
         raise UsageError(f"--budgets {n_slots}: more than --interval {interval} is wanted")
     sizes: dict[str, Any] = {"budget": n_slots - interval, "interval": interval}
-    n_all = max(_N_PROMPT.value + _N_NEXT.value, _N_PASSKEY.value) + 64
     if name == "whole_cells":
         return CellEviction(n_keep=n_slots - interval, window=interval)
     if "refresh" in how:
-        sizes |= {"budget": n_all, "n_read": n_slots, "refresh_every": interval}
+        sizes |= {"budget": _longest(), "n_read": n_slots, "refresh_every": interval}
     if "shared" in how:
         sizes["head_share"] = 0.2
     if name == "recent_without_sinks":
@@ -163,7 +166,7 @@ def method_of(name: str, n_slots: int) -> Method:
             raise UsageError(f"--methods {name} needs --heads of scripts.streaming_heads")
         found = json.loads(pathlib.Path(_HEADS.value).read_text())
         heads = tuple(map(tuple, found["streaming" if name == "duo" else "others"]))
-        whole = {"budget": n_all, "n_stream": n_slots - interval, "interval": interval}
+        whole = {"budget": _longest(), "n_stream": n_slots - interval, "interval": interval}
         return DuoAttention(streaming=heads, **whole)
     if name == "quest":
         return Quest(n_cells=n_slots)
@@ -185,15 +188,14 @@ class Reader:
     def __init__(self, runtime: Runtime, model: Model, name: str, method: Method | None):
         """The name says whether prompts are compressed once."""
         self.runtime, self.model = runtime, model
-        self.policy = method if isinstance(method, ScoredPolicy) else None
         self.cells = method if isinstance(method, CellEviction) else None
         self.once = "once" in name.split(":")
+        self.repeats = isinstance(method, ScoredPolicy) and method.reads_whole
 
     def read(self, tokens: Sequence[int]) -> np.ndarray:
         """Reads a prompt; logits of its last token."""
-        if self.once or (self.policy is not None and self.policy.reads_whole):
-            repeats = self.policy is not None and self.policy.reads_whole
-            ask = self.model.tokenizer.encode(REPEAT, add_special=False) if repeats else ()
+        if self.once or self.repeats:
+            ask = self.model.tokenizer.encode(REPEAT, add_special=False) if self.repeats else ()
             return np.asarray(compress_prompt(self.runtime, tokens, ask=ask).logits)
         logits = np.asarray(self.runtime.append(tokens))[-1]
         self._evict()
@@ -201,8 +203,7 @@ class Reader:
 
     def _evict(self) -> None:
         if self.cells is not None:
-            sizes = dataclasses.asdict(self.cells)
-            self.runtime.evict_cells(0, sizes.pop("n_keep"), **sizes)
+            self.runtime.evict_cells(0, self.cells.n_keep, window=self.cells.window)
 
     def asked(self, runtime: Runtime, tokens: Sequence[int], n_asked: int) -> np.ndarray:
         """Reads a prompt whose last n_asked tokens ask: one by one, unless it is compressed."""

@@ -53,7 +53,7 @@ def describe(
         "schema": SCHEMA,
         "model": {"n_vocab": n_vocab, "weights": weights, **identity},
         "groups": [_group(g, config) for g in groups],
-        "recurrent": recurrent and _states(recurrent),
+        "recurrent": recurrent and _said(recurrent, ("by_layer",)),
         "rope": config.rope,
         **kv_arrays.fingerprint_types(config),
         "self_extend": config.self_extend and plain(config.self_extend),
@@ -77,15 +77,6 @@ def with_scored(
         for x in scored
     ]
     return {**found, "scored": said}
-
-
-def _policy(policy: "ScoredPolicy") -> dict[str, Any]:
-    out = {"name": type(policy).__name__, **plain(policy)}
-    for f in dataclasses.fields(policy):
-        # Written where a policy has it alone, so that files of all others stay what they are.
-        if f.name in ("head_share", "n_read", "refresh_every") and out[f.name] == f.default:
-            del out[f.name]
-    return out
 
 
 def plain(spec: Any, *, omit_defaults: bool = False) -> Any:
@@ -157,24 +148,29 @@ def check_match(found: Fingerprint, wanted: Fingerprint, *, convert: bool) -> No
     )
 
 
+def _said(spec: Any, later: Sequence[str]) -> dict[str, Any]:
+    """A configuration, of whose `later` fields those alone that say something.
+
+    So files of all others stay what they were before there was such a field.
+    """
+    out = plain(spec)
+    for f in dataclasses.fields(spec):
+        if f.name in later and out[f.name] == plain(f.default):
+            del out[f.name]
+    return out
+
+
+def _policy(policy: "ScoredPolicy") -> dict[str, Any]:
+    said = _said(policy, ("head_share", "n_read", "refresh_every"))
+    return {"name": type(policy).__name__, **said}
+
+
 def _group(group: GroupSpec, config: CacheConfig) -> dict[str, Any]:
-    out = plain(group)
-    for name in ("kv_of", "latent_rank", "indexed"):
-        # Written where a model has it alone, so that files of all others stay what they are.
-        if not out[name]:
-            del out[name]
+    out = _said(group, ("kv_of", "latent_rank", "indexed"))
     if group.rope is not None:
         # These rules choose their frequencies by the size of the context.
         by_length = group.rope.scaling in ("dynamic_ntk", "longrope")
         out["rope"]["n_ctx"] = config.n_ctx if by_length else None
-    return out
-
-
-def _states(recurrent: RecurrentSpec) -> dict[str, Any]:
-    out = plain(recurrent)
-    # Written where layers differ alone, so that files of all others stay what they are.
-    if not out["by_layer"]:
-        del out["by_layer"]
     return out
 
 

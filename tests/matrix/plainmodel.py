@@ -57,6 +57,12 @@ def state_of(layers):
     return next((name for name in layers.split("+") if name in STATES), None)
 
 
+def pieces(tokens, n):
+    """Some tokens, n at a time."""
+    for start in range(0, len(tokens), n):
+        yield tokens[start : start + n]
+
+
 def shares(layers):
     """Whether two layers read the same keys and values, which the first or neither makes."""
     return layers in ("shared", "produced")

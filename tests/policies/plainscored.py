@@ -26,11 +26,11 @@ class PlainLayer:
     # How a step's keys and values are stored, behind it or before an eviction.
     stored = staticmethod(lambda x: x)
 
-    def __init__(self, name, *, budget, interval, n_sink, n_recent, n_kv, scale=None, **settings):
+    def __init__(self, name, *, budget, interval, n_sink, n_recent, n_kv, **settings):
         self.name, self.budget, self.interval = name, budget, interval
         self.n_sink, self.n_recent, self.settings = n_sink, n_recent, settings
         self.heads = [[] for _ in range(n_kv)]
-        self.scale, self.raw = scale, []
+        self.raw = []
         self.n_read, self.every = settings.get("n_read"), settings.get("refresh_every")
         self.chosen, self.n_products, self.new = [set() for _ in range(n_kv)], 0, []
 
@@ -49,7 +49,7 @@ class PlainLayer:
             read = [t for t in tokens if self.reads(h, t, pos)]
             keys, values = (np.array([getattr(t, x) for t in read]) for x in "kv")
             for g in range(group):
-                x = keys @ q[h * group + g] * (self.scale or q.shape[1] ** -0.5)
+                x = keys @ q[h * group + g] * q.shape[1] ** -0.5
                 p = softmax(x)
                 out[h * group + g] = p @ values
                 self.n_products += len(read)

@@ -45,7 +45,9 @@ def test_requests_beside_each_other_and_hits_are_those_of_the_oracle(mode):
     first = served(engine, dict(zip("ab", PROMPTS, strict=True)), 6)
     assert [len(x.text) for x in first.values()] == [28, 19]
     again = served(engine, {"c": (*first["a"].text[:-1], 9, 9), "d": PROMPTS[0][:17]}, 4)
-    assert again["c"].n_cached >= 24 and again["d"].n_cached >= 16
+    # In blocks a hit is of whole ones, of 4 tokens.
+    least = 26 if mode == "cell" else 24
+    assert again["c"].n_cached >= least and again["d"].n_cached >= 16
     if mode == "paged":
         return
     first, second = (g.cells for g in engine.space._cache.host.contents.groups)

@@ -103,9 +103,8 @@ def attend_and_keep(
         assert reads is not None, "asked for below"
         s, visible, values = _scores(spec, chosen_slots(reads, slots, rows[3]), rows, n)
         after = head_slots.with_tokens(slots, rows[1], rows[2], rows[3], n)
-        faded = after.sums * jnp.float32(spec.policy.observed_by.decay) ** n.astype(jnp.float32)
         out = _output(_weights(s, visible, sinks), visible, values, rows[0])
-        return dataclasses.replace(after, sums=faded), out
+        return dataclasses.replace(after, sums=_faded(spec, after.sums, n)), out
 
     if reads is None:
         after, out = all_read(slots)
@@ -187,22 +186,26 @@ def _weights(
     return p / jnp.where(total == 0, 1.0, total)
 
 
+def _faded(spec: SlotSpec, sums: Float[Array, "H S"], n: Array) -> Float[Array, "H S"]:
+    """Sums after n further queries."""
+    return sums * jnp.float32(spec.policy.observed_by.decay) ** n.astype(jnp.float32)
+
+
 def _with_tokens(
     spec: SlotSpec, slots: HeadSlots, rows: Inputs, observed: Observed, n: Array
 ) -> HeadSlots:
     """The slots with the first n tokens, and what their queries add to the sums of all."""
     policy, tap, n_slots = spec.policy, spec.policy.observed_by, spec.n_slots
-    due = evicts_at(spec, slots)
     n_tokens = rows[0].shape[0]
     index = jnp.arange(n_tokens, dtype=jnp.int32)
     counts = index < n
     if tap.horizon is not None:
-        counts &= slots.filled + index >= due - tap.horizon
+        counts &= slots.filled + index >= evicts_at(spec, slots) - tap.horizon
     weight = jnp.where(counts, jnp.float32(tap.decay) ** (n - 1 - index).astype(jnp.float32), 0.0)
     added = policy.observe(observed) * weight[None, None, :, None]
     joined = jnp.max if tap.greatest else jnp.sum
     added = joined(jnp.where(counts[None, None, :, None], added, 0.0), axis=(1, 2))
-    kept, old = slots.sums * jnp.float32(tap.decay) ** n.astype(jnp.float32), added[:, :n_slots]
+    kept, old = _faded(spec, slots.sums, n), added[:, :n_slots]
     sums = jnp.maximum(kept, old) if tap.greatest else kept + old
     after = head_slots.with_tokens(
         dataclasses.replace(slots, sums=sums), rows[1], rows[2], rows[3], n

@@ -90,11 +90,9 @@ class Digests:
         if asked.policy != "none":
             whole |= {k: getattr(asked, k) for k in _POLICY_KEYS}
             if asked.policy not in BY_POSITION:
-                names = ("policy_budget", "policy_interval")
+                names = ["policy_budget", "policy_interval"]
+                names += ["n_read", "refresh_every"] if self._options.n_read else []
                 whole |= {name: getattr(self._options, name) for name in names}
-                if self._options.n_read:
-                    names = ("n_read", "refresh_every")
-                    whole |= {name: getattr(self._options, name) for name in names}
             drops = {k: getattr(asked, k) for k in _DROP_KEYS}
             whole |= {k: x for k, x in drops.items() if x != _DROP_KEYS[k]}
             # A context decides what is dropped, and a step's tokens how a longer prompt is read.
