@@ -16,7 +16,8 @@ from kvrt.serving.scheduling.step_plan import Rules
 from kvrt.store.per_channel import PerChannel
 from tests.matrix.axes import Cell
 from tests.matrix.build import config_of, model_of
-from tests.matrix.history import EngineHistory, drawn
+from tests.matrix.engine_history import EngineHistory
+from tests.matrix.plainmodel import drawn
 
 CELL = Cell(where="engine_paged", dtype="kivi4")
 N_STEP = 16
