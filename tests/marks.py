@@ -1,10 +1,10 @@
 """Which cases of a test are slow, and which of these CI leaves to `pytest --full`.
 
-The default suite runs one case of each test that takes long, CI enough of them that each value of a
-grid is there; whole grids are part of the soak.
+The default suite has three minutes, and runs what takes about a second at most; CI runs enough
+cases of the others that each value of a grid is there. Whole grids are part of the soak.
 """
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -29,22 +29,17 @@ def of_ci(kinds: Iterable[str]) -> list[Any]:
     return [kind if kind in KINDS_OF_CI else full(kind) for kind in kinds]
 
 
-def in_turn(
-    first: Iterable[str], second: Sequence[Any], fast: Container[tuple[Any, Any]] = ()
-) -> list[Any]:
-    """Kinds of layers and other values, of which CI has its kinds once, the others in turn.
-
-    Pairs in `fast` are those of the default suite.
-    """
+def in_turn(first: Iterable[str], second: Sequence[Any]) -> list[Any]:
+    """Kinds of layers and other values, of which CI has its kinds once, the others in turn."""
     out = []
     for i, a in enumerate(first):
         for j, b in enumerate(second):
             mark = slow if i % len(second) == j and a in KINDS_OF_CI else full
-            out.append((a, b) if (a, b) in fast else mark(a, b))
+            out.append(mark(a, b))
     return out
 
 
-def first_fast(values: Iterable[Any]) -> list[Any]:
-    """Cases of which the default suite has the first alone."""
-    first, *others = values
-    return [first, *(slow(*(x if isinstance(x, tuple) else (x,))) for x in others)]
+def first_fast(values: Iterable[Any], n: int = 1) -> list[Any]:
+    """Cases of which the default suite has the first n alone."""
+    values = list(values)
+    return [*values[:n], *(slow(*(x if isinstance(x, tuple) else (x,))) for x in values[n:])]

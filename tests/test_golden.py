@@ -9,6 +9,7 @@ import pytest
 
 from kvrt import CacheConfig, Runtime
 from kvrt_models.load import load
+from tests.marks import full
 
 pytestmark = pytest.mark.model
 
@@ -90,7 +91,7 @@ def greedy(runtime, n):
     return [token.id for token in runtime.generate(n)]
 
 
-@pytest.mark.parametrize("case", ["plain-short", "plain-long"], indirect=True)
+@pytest.mark.parametrize("case", [full("plain-short"), "plain-long"], indirect=True)
 def test_plain(known, runtime, case):
     logits = runtime.append(case["tokens"].tolist(), out_ids=case["keep"].tolist())
     worst = max(difference(x, case, "logits", i) for i, x in enumerate(logits))

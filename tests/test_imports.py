@@ -70,6 +70,7 @@ def test_only_the_command_line_imports_models(path):
     assert own == "cli" or not any(n.split(".")[0] == MODELS.name for n in imports(path))
 
 
+@pytest.mark.slow
 def test_models_know_the_attention_contract_and_no_cache():
     packages = {name.rpartition(".")[0] for name in OF_MODELS}
     found = {n for p in module_files(MODELS.name) for n in imports(p) if room(n)}

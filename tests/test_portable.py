@@ -44,6 +44,7 @@ def python(code, *args):
     )
 
 
+@pytest.mark.slow
 def test_every_module_can_be_imported_without_those_of_posix():
     done = python(EVERY)
     assert done.returncode == 0, done.stderr
@@ -102,6 +103,7 @@ def hold(tmp_path):
         child.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("without", [False, True])
 def test_readers_read_together_and_a_writer_alone(tmp_path, hold, without):
     assert hold(tmp_path, "shared", without)

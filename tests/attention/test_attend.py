@@ -9,6 +9,7 @@ import pytest
 
 from kvrt import GroupSpec, MaskSpec, attention
 from kvrt.attention import BlockView, LayerAttention, LayerKV, SeqView, TokenQKV, softmax, xla
+from tests.marks import first_fast
 
 H, D, B, N = 2, 8, 4, 5
 
@@ -174,6 +175,7 @@ def test_half_precision_rows_are_read_as_they_are(dtype):
     np.testing.assert_allclose(half[0], exact[0], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_partial_results_merge():
     rng = np.random.default_rng(4)
     q = jnp.asarray(rng.standard_normal((H, 3, D)), jnp.float32)
@@ -200,7 +202,7 @@ def test_an_unknown_implementation_is_refused():
 # --- rows: every token with blocks of its own ----------------------------------------------------
 
 
-@pytest.mark.parametrize("mask", MASKS[:4], ids=lambda m: f"{m.kind}-{m.n_sink}")
+@pytest.mark.parametrize("mask", first_fast(MASKS[:4], 2), ids=lambda m: f"{m.kind}-{m.n_sink}")
 @pytest.mark.parametrize(
     ("implementation", "tile"),
     [

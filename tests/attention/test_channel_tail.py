@@ -75,8 +75,9 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("type_k", ["kivi4", pytest.param("kivi2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("type_k", ["kivi4", "kivi2"])
 def test_the_kernel_reads_what_is_quantized_and_the_tail(name, type_k):
     case = CASES[name]
     kv, (qkv, view, how) = cached(type_k, case["n_written"]), asked(**case)

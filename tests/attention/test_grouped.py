@@ -116,6 +116,7 @@ def test_one_program_for_any_length():
     assert at.programs.n_compiles == n
 
 
+@pytest.mark.slow
 def test_a_model_of_windowed_layers_alone_is_refused():
     window = GroupSpec(
         layers=(0,), n_kv_heads=2, head_dim=D, rope=ROPE, mask=MaskSpec(kind="window", size=4)

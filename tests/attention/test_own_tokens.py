@@ -97,6 +97,7 @@ def test_one_token_alone_gets_what_the_reference_gives(at, own):
         np.testing.assert_allclose(x, y, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_a_key_that_is_no_number_reaches_its_own_token():
     (listed, _), (tokens, kv) = views()
     view = dataclasses.replace(

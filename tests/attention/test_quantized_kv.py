@@ -63,6 +63,7 @@ def attended(store, view, implementation, q, k, v):
     return attend(TokenQKV(q=q, k=k, v=v), LayerKV(k=store.k[0], v=store.v[0]), view, how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", [("int8", "q8_0"), ("int4", "int2")])
 @pytest.mark.parametrize("which", ["list", "rows"])
 def test_codes_are_read_as_what_they_stand_for(kinds, which):
@@ -154,6 +155,7 @@ def stepped(kinds, on, q, k, v, old):
     return step(0, q, k, v), store
 
 
+@pytest.mark.slow
 def test_turned_rows_attend_as_rows_that_were_not():
     q, k, v, *old = drawn(2)
     exact, _ = stepped(("f32", "f32"), False, q, k, v, old)

@@ -14,6 +14,7 @@ from kvrt.select_spec import DoubleSparsity, Quest
 from kvrt.sizes import store_spec
 from kvrt.store import kv as kv_store
 from kvrt.store.codec import decode
+from tests.marks import first_fast, slow
 
 H, G, D, N_CELLS, N_HIDDEN = 2, 3, 16, 512, 40
 GROUP = GroupSpec(layers=(2,), n_kv_heads=H, head_dim=D, rope=None)
@@ -138,8 +139,8 @@ def softmax(x):
     return e / e.sum(-1, keepdims=True)
 
 
-@pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("n_tokens", [1, 3])
+@pytest.mark.parametrize("name", first_fast(SPECS))
+@pytest.mark.parametrize("n_tokens", [1, slow(3)])
 def test_units_are_the_oracles_and_attention_over_them_is_exact(name, n_tokens):
     case = Case(SPECS[name], n_tokens=n_tokens)
     found, out = case.chosen()
@@ -184,8 +185,8 @@ def fields(select):
     return {name: getattr(select, name) for name in select.__dataclass_fields__ if name != "name"}
 
 
-@pytest.mark.parametrize("name", ["quest", "pooled", "by cell"])
-@pytest.mark.parametrize("kv_dtype", ["bf16", "f16", "int8"])
+@pytest.mark.parametrize("name", ["quest", slow("pooled"), "by cell"])
+@pytest.mark.parametrize("kv_dtype", [slow("bf16"), slow("f16"), "int8"])
 def test_labels_and_reads_take_other_kv_dtypes(name, kv_dtype):
     case = Case(SPECS[name], kv_dtype=kv_dtype)
     found, out = case.chosen()
@@ -217,6 +218,7 @@ def test_a_visible_key_that_is_no_number_is_read():
     assert np.isnan(case.chosen()[1]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["quest", "pooled"])
 def test_a_step_labels_its_unit_as_a_rebuild_would(name):
     case = Case(SPECS[name])

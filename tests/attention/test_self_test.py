@@ -149,6 +149,7 @@ def test_a_kernel_that_does_not_serve_is_told_of():
     assert found.why == f"does not serve head size 16, kivi4/f32: {why}"
 
 
+@pytest.mark.slow
 def test_keys_by_channel_are_served_by_a_kernel():
     config = dataclasses.replace(DECODE, block_size=32, type_k="kivi4")
     assert self_test.run_test(made(config), GPU).passed

@@ -176,6 +176,7 @@ def small_tiles(monkeypatch):
 KERNELS = [pytest.param(x, marks=pytest.mark.slow) for x in (GPU, TPU)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["chunked", "reference", *KERNELS])
 def test_equals_each_sequence_alone(implementation):
     """No run, runs of some, of several levels; empty lists, a token of padding; with sinks."""
@@ -187,6 +188,7 @@ def test_equals_each_sequence_alone(implementation):
         assert_equal(found, case.by_hand(sinks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS[1:], ids=lambda m: f"{m.kind}-{m.n_sink}")
 def test_masks_hold_within_what_is_shared(mask):
     case = Case(mask)
@@ -194,6 +196,7 @@ def test_masks_hold_within_what_is_shared(mask):
         assert_equal(case.attended(case.view(runs)), case.by_hand())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "q8_0", "int4", "bf16"])
 def test_quantized_keys_and_values(dtype):
     case = Case(dtype=dtype)
@@ -201,6 +204,7 @@ def test_quantized_keys_and_values(dtype):
         assert_equal(case.attended(case.view(runs)), case.by_hand())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["f32", "int8"])
 def test_keys_that_are_rotated_when_they_are_read(dtype):
     case = Case(dtype=dtype, mode="read")
@@ -208,6 +212,7 @@ def test_keys_that_are_rotated_when_they_are_read(dtype):
         assert_equal(case.attended(case.view(runs)), case.by_hand())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["chunked", KERNELS[0]])
 def test_grouped_positions_reach_what_is_shared(implementation):
     """SelfExtend as in the paper: as without runs, which its own tests judge."""
@@ -242,6 +247,7 @@ def test_a_damaged_key_reaches_its_members_alone():
     np.testing.assert_array_equal(found[others], np.asarray(clean)[others])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_many_sequences_read_runs_a_few_at_a_time(n, monkeypatch):
     """Widths of a run are no shapes: members of one, of two and of all."""

@@ -39,6 +39,7 @@ def append(host, ends, tokens, n_kept):
         ends[s] += n_kept[s]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS, ids=lambda m: m.kind)
 def test_the_next_token_finds_its_window_whichever_drafts_were_refused(mask):
     rng = np.random.default_rng(4)

@@ -185,6 +185,7 @@ def test_any_steps_of_two_sequences_fit_and_keep_what_is_in_sight(steps):
 STEPS = st.lists(st.tuples(st.integers(0, 1), st.integers(1, 5), st.integers(0, 30)), max_size=20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [WINDOW, MaskSpec(kind="chunked", size=4)], ids=lambda m: m.kind)
 @settings(max_examples=30)
 @given(steps=STEPS, n_keep=st.integers(0, 5))

@@ -158,6 +158,7 @@ def test_fragmentation_is_llama_cpps(n_kv, n_used, expected):
     assert not should_defrag(cells, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threshold", [-1, 1.5, float("nan")])
 def test_a_threshold_that_is_no_fraction_is_refused(threshold):
     with pytest.raises(BadConfig) as bad:

@@ -49,6 +49,7 @@ class Cache:
         self.ends[seq_id] = -1
 
 
+@pytest.mark.slow
 @given(n_cells=st.integers(8, 60), size=st.sampled_from([1, 4, 8]), steps=STEPS)
 @settings(max_examples=150, deadline=None)
 def test_slots_are_those_of_the_plain_rule_until_no_cell_is_empty(n_cells, size, steps):

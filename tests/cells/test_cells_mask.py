@@ -67,6 +67,7 @@ def words(owners, n_words):
     return out
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(scene=scenes())
 def test_every_rule_is_that_of_one_pair(scene):
@@ -96,6 +97,7 @@ def test_an_empty_cell_is_never_seen_even_with_a_stale_owner():
 VISIBILITY = jax.jit(kc.mask.visibility, static_argnums=0)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(scene=scenes())
 def test_visibility_is_that_of_all_pairs(scene):

@@ -151,6 +151,7 @@ def test_the_oracle_turns_keys_by_complex_numbers(layout):
     np.testing.assert_array_equal(turned[:, 6:], x[:, 6:])
 
 
+@pytest.mark.slow
 def test_o9_and_relative_positions():
     # O9: after moving down by two, the next token sees what it saw without the move.
     rng = np.random.default_rng(2)

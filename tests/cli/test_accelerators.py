@@ -38,6 +38,7 @@ def start(tmp_path, tiny):
     return run
 
 
+@pytest.mark.slow
 def test_an_idle_libtpu_is_left_alone(start, tiny):
     assert start(KVRT, "fit", "-m", str(tiny), "-c", "64") == (0, "")
 

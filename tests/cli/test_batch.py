@@ -117,9 +117,8 @@ def test_an_endless_request_says_what_a_run_with_a_context_shift_says(batch, go,
     fails(batch(*flags, "--n_ctx_seq", 40, lines=[line, short]), 2, "other flags")
 
 
-@pytest.mark.parametrize(
-    ("mode", "kind"), [("paged", []), pytest.param("cell", PAPER, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "kind"), [("paged", []), ("cell", PAPER)])
 def test_a_request_reads_further_as_a_run_with_the_same_flags_does(batch, go, written, mode, kind):
     lines = [line | {"ignore_eos": True, "n_predict": 40} for line in asked(2)]
     flags = ["-gan", 2, "-gaw", 8, *kind]

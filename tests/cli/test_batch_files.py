@@ -175,6 +175,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     data=st.binary(max_size=60)

@@ -83,6 +83,7 @@ def test_checkpoints_without_a_prefix_cache_are_refused(batch):
     fails(done, 2, "--n_checkpoints are found in the prefix cache; leave out --noprefix_cache")
 
 
+@pytest.mark.slow
 def test_a_damaged_session_is_left_out_with_a_line(batch, folder):
     path = max(folder.glob("*.kv"), key=lambda p: p.stat().st_size)
     status = path.stat()
@@ -118,6 +119,7 @@ def test_sessions_of_other_types_are_counted_with_the_flags_that_take_them(batch
     assert line == f"1 session there was passed over; of this model {wanted}"
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_serve_is_refused(batch, tmp_path):
     fails(batch("--session_dir", tmp_path / "nowhere")[0], 2, "no such folder of sessions")
     refused = batch("--session_dir", tmp_path, "--noprefix_cache")[0]

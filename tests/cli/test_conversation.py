@@ -81,6 +81,7 @@ def rendered(tokenizer, *contents, system=None):
     return chat.render_template(tokenizer.chat_template, messages, bos=BOS, eos=EOS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_turns_are_what_the_template_writes_of_all(tokenizers, name):
     tokenizer = tokenizers[name]
@@ -169,6 +170,7 @@ def told(done):
     return json.loads(done.out)
 
 
+@pytest.mark.slow
 def test_a_conversation_goes_on(go, talker, tmp_path, tokenizers):
     path, tokenizer = tmp_path / "a.kv", tokenizers["chatml"]
     talk = ["-m", talker, "-c", 256, "--chat", "--session", path, "--json", "-n", 6]
@@ -200,6 +202,7 @@ def test_a_text_is_no_conversation(go, talker, tmp_path, monkeypatch):
     assert f"{BOS}user" in "".join(tiny_gguf.vocabulary()[i] for i in ids_of(path))
 
 
+@pytest.mark.slow
 def test_append_goes_on_behind_what_is_held(go, book, prefilled, tokenizers):
     held = ids_of(prefilled)
     more = tokenizers["chatml"].encode(" and more", add_special=False)

@@ -43,6 +43,7 @@ def breaks_off(go, tmp_path):
     return damaged(tmp_path / "off.gguf", "token_embd.weight", ids[at]), ids[: at + 1]
 
 
+@pytest.mark.slow
 def test_a_run_ends_where_the_logits_do_with_what_was_right(go, breaks_off, tmp_path):
     model, wanted = breaks_off
     path = tmp_path / "a.kv"
@@ -57,6 +58,7 @@ def test_a_run_ends_where_the_logits_do_with_what_was_right(go, breaks_off, tmp_
     assert sum(session.read_manifest(path).n_tokens.values()) == told["n_prompt"]
 
 
+@pytest.mark.slow
 def test_text_is_written_up_to_there(go, breaks_off):
     model, _ = breaks_off
     whole = go("--quiet").out

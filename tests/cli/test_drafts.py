@@ -15,6 +15,7 @@ def json_of(done) -> dict:
     return json.loads(done.out)
 
 
+@pytest.mark.slow
 def test_drafts_change_no_text(go):
     asked = ("--json", "-n", 40, "--ignore_eos", "--dtype", "f32", "--temp", 0)
     plain = json_of(go(*asked))
@@ -59,6 +60,7 @@ def test_what_does_not_fit_is_one_line(go, flags, message):
     assert message in done.err
 
 
+@pytest.mark.slow
 def test_the_first_layers_draft(go, tmp_path):
     deeper = tiny_gguf.write_gguf(tmp_path / "deeper.gguf", tiny_gguf.TinyModel(n_layers=2))
     asked = ("--json", "-n", 24, "--ignore_eos", "--dtype", "f32", "--temp", 0.7, "-m", deeper)
@@ -140,6 +142,7 @@ def test_a_drafter_of_another_vocabulary_is_one_line(
     assert go("--draft", tmp_path / "none.gguf").code == 2
 
 
+@pytest.mark.slow
 def test_a_batch_with_drafts_gives_the_same_and_resumes_as_without(kvrt, tiny, tmp_path):
     asked = tmp_path / "in.jsonl"
     line = {"prompt": "the sand of the sand of the sand", "n_predict": 40, "temp": 0, "stop": []}

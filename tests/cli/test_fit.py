@@ -68,6 +68,7 @@ def test_types_by_group(fit, tiny):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["cell", "paged"])
 def test_checkpoints_are_counted(kvrt, tmp_path, mode):
     path = tmp_path / "tiny.gguf"

@@ -22,6 +22,7 @@ def test_half_precision_as_the_platform_has_it():
     assert described("int8", ("f16", "f32")) == "int8 keys, f16, f32 values"
 
 
+@pytest.mark.slow
 def test_a_flag_names_keys_or_values_alone(go):
     assert kept_as(go("-n", 2)) == "f16"
     done = go("-n", 2, "--json", "--cache_type_v", "f32")
@@ -29,6 +30,7 @@ def test_a_flag_names_keys_or_values_alone(go):
     assert (said["type_k"], said["type_v"]) == ("f16", "f32")
 
 
+@pytest.mark.slow
 def test_a_session_and_a_folder_have_their_own(go, tmp_path):
     path, folder = tmp_path / "wide.kv", tmp_path / "sessions"
     folder.mkdir()

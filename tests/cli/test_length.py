@@ -67,6 +67,7 @@ def test_until_the_context_is_full_is_a_wish_and_no_error(go):
     assert told["cells_used"] == told["n_kv"] == 64 and told["n_shift"] == 0
 
 
+@pytest.mark.slow
 def test_a_full_context_without_shift(go):
     whole = json_of(go("--json", "-n", -2))
     done = go("--json", "-n", -1, "--nocontext_shift")
@@ -138,6 +139,7 @@ def ended(go, tiny, tmp_path):
     return with_end(tiny, tokens[5], tmp_path / "ended.gguf"), tokens
 
 
+@pytest.mark.slow
 def test_end_of_text_ends_it_unless_ignored(go, ended):
     path, tokens = ended
     n = tokens.index(tokens[5]) + 1

@@ -202,6 +202,7 @@ def test_a_widened_matrix_counts_in_the_memory_that_is_left(monkeypatch):
         startup.check_memory([group], config, widened=8_000_001)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["run", "batch", "verify"])
 def test_commands_refuse_a_cache_beside_which_no_matrix_could_be_widened(
     command, kvrt, tiny, prefilled, monkeypatch, tmp_path

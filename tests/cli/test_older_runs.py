@@ -20,6 +20,7 @@ def before(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_run_goes_on(kvrt, before):
     wanted = json.loads((BEFORE / "expected.json").read_text())["run"]
     held = session.read(before / "run.kv").history.pieces[0][0][1].tolist()

@@ -86,6 +86,7 @@ def test_files_and_ids_are_prompts_as_well(go, told, tmp_path):
         assert (done.code, done.out.decode(), done.err) == (0, told["text"], ""), words
 
 
+@pytest.mark.slow
 def test_a_stop_text_across_token_borders(go, told):
     parts = [text_of([token]) for token in told["tokens"]]
     # The end of one token, all of the next and the start of the third.

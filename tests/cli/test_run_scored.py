@@ -8,6 +8,7 @@ FLAGS = ("--policy", "h2o", "--policy_budget", "24", "--policy_interval", "8")
 LONG = ("-n", 60, "--ignore_eos", "--dtype", "f32", "--temp", 0)
 
 
+@pytest.mark.slow
 def test_the_summary_says_what_is_kept(go):
     done = go(*LONG, *FLAGS)
     assert done.code == 0
@@ -15,6 +16,7 @@ def test_the_summary_says_what_is_kept(go):
     assert "the answer is an approximation" in done.err
 
 
+@pytest.mark.slow
 def test_a_session_is_gone_on_with_by_its_own_policy(go, tmp_path):
     path = tmp_path / "kept.kv"
     first = go(*LONG, *FLAGS, "--session", path)
@@ -45,6 +47,7 @@ def test_what_does_not_fit_is_one_line(go, flags, message):
     assert message in done.err
 
 
+@pytest.mark.slow
 def test_some_of_the_budget_is_read_and_a_session_says_how_many(go, tmp_path):
     path = tmp_path / "kept.kv"
     flags = ("--policy", "sparse_window", "--policy_budget", "64", "--policy_interval", "8")
@@ -83,6 +86,7 @@ def long_prompt(tmp_path):
     return "--tokens", path
 
 
+@pytest.mark.slow
 def test_kvzip_says_what_its_repetition_takes(go, long_prompt, tmp_path):
     size = ("--policy", "kvzip", "--policy_budget", "40", "--policy_interval", "4")
     path = tmp_path / "kept.kv"
@@ -98,6 +102,7 @@ def test_kvzip_says_what_its_repetition_takes(go, long_prompt, tmp_path):
     assert "repeated" not in again.err
 
 
+@pytest.mark.slow
 def test_kvzip_repeats_nothing_that_fits(go, long_prompt):
     flags = (*long_prompt, "--policy", "kvzip", "--policy_budget", "80", "-c", 256, "-n", 3)
     done = go(*flags, "--ignore_eos", "--dtype", "f32", prompt=False)
@@ -106,6 +111,7 @@ def test_kvzip_repeats_nothing_that_fits(go, long_prompt):
     assert "repeated" not in done.err
 
 
+@pytest.mark.slow
 def test_a_prompt_is_compressed_once(go, long_prompt):
     size = ("--policy", "snapkv", "--policy_budget", "40", "--policy_interval", "32")
     flags = (*long_prompt, *size, "-c", 128, "-n", 3, "--ignore_eos", "--dtype", "f32")
@@ -115,6 +121,7 @@ def test_a_prompt_is_compressed_once(go, long_prompt):
     assert done.code == 2 and "add --policy snapkv" in done.err
 
 
+@pytest.mark.slow
 def test_heads_that_stream_are_named_and_a_session_says_them(go, long_prompt, tmp_path):
     size = ("--policy_budget", "40", "--policy_interval", "34", "--n_stream", "38")
     path = tmp_path / "kept.kv"
@@ -131,6 +138,7 @@ def test_heads_that_stream_are_named_and_a_session_says_them(go, long_prompt, tm
     assert again.code == 0 and said in again.err, again.err
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_compression_and_leaves_no_session(go, long_prompt, tmp_path, monkeypatch):
     n_asked, path = [], tmp_path / "kept.kv"
 

@@ -11,6 +11,7 @@ FLAGS += ("--select_dense", 0)
 LONG = ("-n", 60, "--ignore_eos", "--dtype", "f32", "--temp", 0)
 
 
+@pytest.mark.slow
 def test_the_summary_says_how_much_was_read(go):
     """From 1 to 59 tokens behind the prompt's, of which each reads 32 at most."""
     done = go(*LONG, *FLAGS, "--json")
@@ -53,6 +54,7 @@ def test_channels_of_another_model_are_refused(go, tmp_path):
     assert done.code == 2 and "find them with this model" in done.err
 
 
+@pytest.mark.slow
 def test_a_session_says_that_it_was_sampled_by_sparse_reads(go, kvrt, tmp_path):
     path = tmp_path / "a.kv"
     first = go(*LONG, *FLAGS, "--session", path, "--session_all")

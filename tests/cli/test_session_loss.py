@@ -108,6 +108,7 @@ def test_overwrite_keeps_the_former_file(wide, long):
     assert len(ids_of(long)) == 3 and Path(f"{long}~").read_bytes() == kept
 
 
+@pytest.mark.slow
 def test_another_question_keeps_the_former_file(wide, ids, long):
     first, second = [*IDS, 1, 2, 3], [*IDS, 4, 5]
     ask = ["--session", long, "-n", 1, "--quiet"]
@@ -171,6 +172,7 @@ def test_a_session_that_appeared_meanwhile_stays(go, prefilled, tmp_path, monkey
     assert names(tmp_path) == ["new-2.kv", "new.kv"] and len(ids_of(path)) > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["note", "folder", "lock"])
 def test_a_save_is_not_refused_at_the_end(go, tmp_path, monkeypatch, what):
     path = tmp_path / "new.kv"
@@ -251,6 +253,7 @@ def test_a_copy_takes_no_name_that_is_taken(kvrt, prefilled, tmp_path, words):
     assert new.is_symlink()
 
 
+@pytest.mark.slow
 def test_a_page_is_not_written_over_a_session(kvrt, prefilled):
     kept = prefilled.read_bytes()
     refused(kvrt("inspect", prefilled, "--html", prefilled), 2, "is a session")

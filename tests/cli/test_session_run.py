@@ -21,6 +21,7 @@ def told(done) -> dict:
     return json.loads(done.out)
 
 
+@pytest.mark.slow
 def test_a_second_run_is_restored_and_writes_the_same(go, tmp_path):
     path = tmp_path / "a.kv"
     plain = go("--quiet")
@@ -112,6 +113,7 @@ def refused(done, path, code, *parts):
     assert wrong.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_and_stays(go, prefilled, other):
     kept = prefilled.read_bytes(), prefilled
     refused(go("--session", prefilled, "-m", other), kept, 2, "model.weights is ", " here")
@@ -194,6 +196,7 @@ def test_chunks_are_taken_over_when_asked(go, tmp_path):
         assert told(go("--tokens", two, *words, prompt=False))["n_recomputed"] == n
 
 
+@pytest.mark.slow
 def test_ask_leaves_the_session_as_it_is(kvrt, go, tiny, book, prefilled):
     kept = prefilled.read_bytes()
     done = kvrt("ask", prefilled, "-m", tiny, "-n", 8, "--temp", 0, "of the")

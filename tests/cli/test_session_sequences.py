@@ -36,6 +36,7 @@ def rows(path, seq):
     return held[:2].tolist(), k[:, mine].tobytes()
 
 
+@pytest.mark.slow
 def test_several_sequences_are_listed_and_one_has_to_be_named(go, kvrt, tiny, two):
     data = two.read_bytes()
     n = session.read_manifest(two).n_tokens

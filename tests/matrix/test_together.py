@@ -117,7 +117,8 @@ def test_a_gap_that_closes(model, swa_full):
     read(at, oracle, TEXT[38:39])
 
 
-@pytest.mark.parametrize("mode", ["paged", pytest.param("cell", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["paged", "cell"])
 def test_an_engine_with_a_prefix_hit(model, mode):
     engine = Engine(model, config(n_seq_max=4), EngineConfig(mode=mode))
     text, _ = served(engine, "a", TEXT[:26], Rounding(model, "write"))

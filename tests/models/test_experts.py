@@ -121,6 +121,7 @@ def test_tiles_have_every_pair_once_with_one_expert_each(size):
     assert int(plan.ends[-1]) == sum(-(-n // size) for n in (1, 5, 4))
 
 
+@pytest.mark.slow
 def test_half_precision_experts_round_the_weights_and_no_more():
     of = SPECS["softmax"]
     weights = weights_of(of)

@@ -83,6 +83,7 @@ def test_experts_lie_beside_the_dense_network():
     np.testing.assert_array_equal(np.concatenate([gate, up], axis=1), both)
 
 
+@pytest.mark.slow
 def test_what_is_shared_is_kept_once():
     """Two windowed layers of 2 heads of 8 and one full layer of 2 heads of 16, keys and values."""
     runtime = Runtime(load(GOLDEN / SHARED).decoder, CacheConfig(n_ctx=64, block_size=64))

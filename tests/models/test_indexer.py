@@ -57,6 +57,7 @@ class Sorting:
         return out.astype(np.float32)
 
 
+@pytest.mark.slow
 def test_chosen_tokens_are_those_of_transformers():
     decoder = load(GOLDEN / V32).decoder
     with np.load(GOLDEN / V32 / "expected.npz") as data:

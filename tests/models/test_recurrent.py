@@ -105,6 +105,7 @@ class Forgetting:
         return self.attend.recur(layer, forgetting, inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES[:3])
 def test_a_state_that_is_lost_is_noticed(name):
     tokens, expected = golden(name)

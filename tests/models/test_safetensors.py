@@ -153,6 +153,7 @@ BAD_HEADERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BAD_HEADERS)
 def test_bad_headers(tmp_path, case):
     header, words = BAD_HEADERS[case]

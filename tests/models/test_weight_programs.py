@@ -46,6 +46,7 @@ def holds_eight_bits(of, text, n_least=None):
     assert collections.Counter(hlo.products(text, "s8")) == counted(programs.matrices(of))
 
 
+@pytest.mark.slow
 def test_a_step_multiplies_eight_bits_as_they_are():
     of = programs.small("int8")
     groups = sorted(w.values.shape[0] for w in programs.matrices(of))

@@ -156,6 +156,7 @@ MOVINGS = st.builds(
 STEPS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, CHUNK), st.integers(0, 30)))
 
 
+@pytest.mark.slow
 @given(
     moving=MOVINGS,
     kinds=st.lists(
@@ -188,6 +189,7 @@ def test_what_later_tokens_see_stays_in_its_cells(moving, kinds, prompts, steps,
     assert device.cache.pool.n_free == 399
 
 
+@pytest.mark.slow
 @given(
     moving=MOVINGS,
     kind=st.tuples(st.sampled_from(sorted(GROUPS)), st.sampled_from([1, 2, 4, 8])),

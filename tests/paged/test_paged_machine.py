@@ -383,6 +383,7 @@ def run(n, **rest):
     )
 
 
+@pytest.mark.slow
 def test_a_few_histories():
     run(5, derandomize=True)
 

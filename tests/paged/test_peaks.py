@@ -1,6 +1,7 @@
 """One formula for sizing and for admission: what is sized for is what a block manager admits."""
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given, settings
 from layer_lists import attention, state
 from plan_sizes import for_sequences
@@ -13,6 +14,7 @@ from kvrt.paged.rules import BlockRules
 SIZES = st.integers(1, 60)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(
     window=SIZES,

@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 
 from kvrt.paged.tiers.host import HostTier
@@ -49,6 +50,7 @@ class Device:
         self.pool = scatter(self.pool, where, padded)
 
 
+@pytest.mark.slow
 def test_what_was_gathered_survives_the_next_step():
     device = Device()
     host = HostTier(TierIndex(8), N_BYTES)

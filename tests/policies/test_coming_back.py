@@ -59,6 +59,7 @@ def answer(mode, n_text=100):
     return np.asarray(runtime.append([ASKS]))[0]
 
 
+@pytest.mark.slow
 def test_by_labels_it_comes_back():
     np.testing.assert_allclose(answer("label"), answer("dense"), atol=1e-3)
 

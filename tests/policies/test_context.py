@@ -83,6 +83,7 @@ def test_drops_are_those_of_the_cells(policy, n_ctx, n_step, n_prompt, n_more, r
     assert {drop for _, drop in drops} == {drop for _, drop in events}
 
 
+@pytest.mark.slow
 def test_a_prompt_beyond_the_context_in_steps_as_long_as_it():
     """Halves leave one token, so that a step of all cells but the last never fits beside it."""
     config = CacheConfig(n_ctx=8, block_size=8, n_ubatch=8)

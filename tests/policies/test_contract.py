@@ -87,9 +87,10 @@ FEEDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [CASES[2], *(pytest.param(*CASES[i], marks=pytest.mark.slow) for i in (0, 1, 3))],
+    CASES[:4],
 )
 def test_every_way_in_holds_the_same_cells_and_gives_the_same_tokens(name, sizes):
     """append, decode, generate and strides, token by token, against a list that is cut by hand."""
@@ -123,6 +124,7 @@ def test_every_way_in_holds_the_same_cells_and_gives_the_same_tokens(name, sizes
     assert all(end == kept for end in ends.values())
 
 
+@pytest.mark.slow
 @every
 def test_several_sequences_in_one_decode_have_room_each(name, sizes):
     """Logits of every step against the oracle over what a list cut by hand holds."""

@@ -19,6 +19,7 @@ SIZES = {"budget": 60, "n_stream": 12, "interval": 8, "n_sink": 2, "n_recent": 5
 DUO = DuoAttention(streaming=((1,),), **SIZES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [[1] * N_TOKENS, [33, 1, 40, 26]], ids=["one", "many"])
 def test_each_head_keeps_and_gives_what_its_list_does(parts):
     layers = by_kind([GROUP], None, CONFIG, DUO, {})

@@ -39,6 +39,7 @@ def stays(scores, policy):
     return [sorted(np.argsort(-x, kind="stable")[: policy.budget].tolist()) for x in worth]
 
 
+@pytest.mark.slow
 def test_it_keeps_what_the_repetition_attends_to():
     model = RowModel()
     runtime = Runtime(model, CONFIG, policy=POLICY)
@@ -56,6 +57,7 @@ def test_it_keeps_what_the_repetition_attends_to():
     assert found.cache_bytes == 28 * one + 4
 
 
+@pytest.mark.slow
 def test_logits_and_what_follows_are_those_of_the_tokens_that_stay():
     """Windows beside it are those of the prompt, and not of its repetition."""
     model = ToyLm(masks=[MaskSpec(), MaskSpec(kind="window", size=8)])

@@ -54,7 +54,8 @@ def evicted(at, n_window, n):
     return before, error(at)
 
 
-@pytest.mark.parametrize("kind", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_evictions_of_quantized_keys_are_batched(kind):
     """The bound on the error, and the bounds on the cells held, of a window of 32."""
     at = runtime(kind, 32)

@@ -22,7 +22,7 @@ from kvrt.attention.scored.attend import recurrence
 from kvrt.attention.scored.spec import SlotSpec, empty_slots, slots_of
 from kvrt.errors import BadConfig
 from kvrt.policies.scored import H2O, SCORED, TOVA, ScoredPolicy, SnapKV, SparseWindow
-from tests.marks import first_fast, slow
+from tests.marks import first_fast, full, slow
 from tests.policies.plainscored import PlainLayer, rotation
 from tests.sharedlm import CLA2, SharedLm
 from tests.toys import HybridLm, ToyLm
@@ -83,7 +83,7 @@ def run(spec, rows, parts):
     return np.concatenate(outs), held
 
 
-@pytest.mark.parametrize(("name", "settings"), CASES, ids=lambda x: str(x))
+@pytest.mark.parametrize(("name", "settings"), first_fast(CASES, 6), ids=lambda x: str(x))
 def test_tokens_kept_and_outputs_are_those_of_the_lists(name, settings):
     rows, settings = tokens(1), SIZES | settings
     spec = spec_of(SCORED[name](**settings))
@@ -108,8 +108,9 @@ DIVIDED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "settings"), DIVIDED, ids=str)
-@pytest.mark.parametrize("parts", [[100], [33, 1, 40, 26], [7] * 14 + [2]], ids=str)
+@pytest.mark.parametrize("parts", [full([100]), [33, 1, 40, 26], full([7] * 14 + [2])], ids=str)
 def test_how_steps_divide_the_tokens_changes_nothing(name, settings, parts):
     rows, spec = tokens(2), spec_of(SCORED[name](**SIZES, **settings))
     out, held = run(spec, rows, parts)
@@ -146,6 +147,7 @@ def test_a_query_never_scores_what_comes_after_it():
     assert list(map(list, one[1])) != list(map(list, two[1]))
 
 
+@pytest.mark.slow
 def test_some_are_read_and_the_others_stay():
     """Dense queries alone would give the same sets: what is read is counted."""
     rows, settings = tokens(1), SIZES | {"budget": 99} | REFRESH
@@ -162,6 +164,7 @@ def test_some_are_read_and_the_others_stay():
     assert plain.n_products <= 4 * (sum(range(1, 101, 4)) + 75 * 16) < dense.n_products / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [64, 65, 67])
 def test_no_slot_is_read_that_is_not_chosen(end):
     """Keys of other slots may be no number, and nobody sees it."""
@@ -202,7 +205,8 @@ def logits(runtime, text, parts, seq_id=0):
     return np.concatenate(found)
 
 
-@pytest.mark.parametrize("name", first_fast(SCORED))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*list(SCORED)[:4], *map(full, list(SCORED)[4:])])
 def test_with_room_for_all_it_is_plain_attention(name):
     model = ToyLm()
     policy = SCORED[name](budget=60, interval=8, n_sink=2, n_recent=8, **SETTINGS.get(name, {}))
@@ -211,6 +215,7 @@ def test_with_room_for_all_it_is_plain_attention(name):
     np.testing.assert_allclose(found, wanted, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_a_sequence_is_copied_and_ends_apart():
     model, policy = ToyLm(), H2O(budget=20, interval=8)
     runtime = Runtime(model, CONFIG, policy=policy)
@@ -248,6 +253,7 @@ def test_kept_positions_by_layer_and_head():
     assert Runtime(ToyLm(), CONFIG).kept_positions() == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["window", "recurrent"])
 def test_other_layers_keep_their_own_rule(kind):
     masks = [MaskSpec(), MaskSpec(kind="window", size=8)]
@@ -288,6 +294,7 @@ def test_drafts_that_are_refused_leave_no_score():
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_generation_on_the_device_is_that_of_steps():
     model, policy = ToyLm(), SnapKV(budget=20, interval=8, window=5)
     runs = []
@@ -299,6 +306,7 @@ def test_generation_on_the_device_is_that_of_steps():
     assert len(runs[0]) == 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("type_k", ["bf16", "int8", "q8_0", "int4"])
 def test_quantized_keys_and_values(type_k):
     model = ToyLm(head_dim=32)

@@ -64,6 +64,7 @@ def by_decode(runtime, n, sampling, recent=()):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [Sampling(), SEEDED], ids=["greedy", "seeded"])
 def test_every_stride_draws_the_same_tokens(fresh, sampling):
     def run(stride):

@@ -55,6 +55,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_plain_model_has_the_programs_that_it_had_without_these_features(
     name, lowered, monkeypatch

@@ -154,6 +154,7 @@ def test_another_n_ctx_of_one_step_takes_its_programs_from_the_disk(disk):
     assert found == [0, 3, 1]
 
 
+@pytest.mark.slow
 def test_another_models_weights_are_refused():
     runtime = Runtime(ToyLm(n_layers=1), CacheConfig(n_ctx=16, block_size=8))
     before = runtime.append(PROMPT)

@@ -25,6 +25,7 @@ def texts():
     return found
 
 
+@pytest.mark.slow
 def test_a_layer_has_few_operations_and_copies(texts):
     few, many = map(hlo.executed, texts)
     n = N_LAYERS[1] - N_LAYERS[0]

@@ -13,6 +13,7 @@ from kvrt.reuse.blend import BlendSpec, to_recompute
 from kvrt.runtime.blend import padded_size
 from kvrt.runtime.chunks.chunk import CachedChunk
 from kvrt.store.kv import read_kv
+from tests.marks import first_fast, full, slow
 
 N_LAYERS, LEAD = 4, 1
 CONFIG = CacheConfig(n_ctx=128, n_seq_max=2, n_ubatch=16, block_size=32)
@@ -133,9 +134,9 @@ def close(got, expected):
     assert apart < 3e-4, apart
 
 
-@pytest.mark.parametrize("rope", ["write", "read"])
-@pytest.mark.parametrize("rule", ["values", "keys", "first"])
-@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("rope", first_fast(["write", "read"]))
+@pytest.mark.parametrize("rule", first_fast(["values", "keys", "first"]))
+@pytest.mark.parametrize("ratio", [slow(0.0), 0.3, slow(1.0)])
 def test_a_blend_is_what_the_paper_computes(ratio, rule, rope):
     model = ToyLm(n_layers=N_LAYERS)
     ids, suffix = texts()
@@ -170,7 +171,13 @@ def placed(model, ids, config):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kv_dtype", "rope"),
-    [("f32", "write"), ("bf16", "read"), ("int8", "write"), ("q8_0", "read"), ("int4", "write")],
+    [
+        ("f32", "write"),
+        full("bf16", "read"),
+        ("int8", "read"),
+        full("q8_0", "read"),
+        full("int4", "write"),
+    ],
 )
 def test_what_is_not_chosen_stays_to_the_bit(kv_dtype, rope):
     model, (ids, suffix) = ToyLm(n_layers=N_LAYERS, head_dim=32), texts()
@@ -199,6 +206,7 @@ def test_keys_of_the_first_layer_are_those_of_a_fresh_prefill(rope):
         np.testing.assert_allclose(old, fresh, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_layer", [0, 1])
 def test_the_first_layer_tells_no_tokens_apart_and_none_tells_those_of_a_true_prefix(check_layer):
     """What the first layer caches depends on the token alone, and the first chunk saw all it sees.
@@ -293,6 +301,7 @@ def test_what_cannot_be_blended_is_refused(config, spec, message):
     assert "\n" not in str(error.value) and runtime.seq_pos_max(0) == -1
 
 
+@pytest.mark.slow
 def test_layers_that_forget_are_refused_and_swa_full_is_not():
     masks = [MaskSpec(), MaskSpec(kind="window", size=8), MaskSpec(), MaskSpec()]
     model, (ids, suffix) = ToyLm(n_layers=N_LAYERS, masks=masks), texts()

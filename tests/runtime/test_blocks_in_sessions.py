@@ -41,6 +41,7 @@ def goes_on(at, seq=0):
     return [np.asarray(at.append(TEXT[i : i + 1], seq)[0]) for i in range(50, 62)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["window", "recurrent"])
 def test_placement_survives_a_session(name, tmp_path):
     model = {"window": None, "recurrent": HybridLm()}[name]

@@ -77,6 +77,7 @@ def test_resuming_at_each_checkpoint_equals_a_fresh_read(name):
     assert at.stats().n_rewinds >= 3 and at.stats().n_recomputed == 0
 
 
+@pytest.mark.slow
 @every_model
 def test_a_cut_between_checkpoints_evaluates_less_than_an_interval(name):
     model = MODELS[name]()
@@ -157,6 +158,7 @@ def test_their_number_and_bytes_are_bounded():
     assert sum(x.nbytes for c in kept for x in leaves(c.data)) == 2 * one
 
 
+@pytest.mark.slow
 def test_an_insertion_in_a_long_prompt_reuses_what_lies_before_it():
     """A window in every layer but one, as in Gemma 3; without checkpoints nothing is reused."""
     masks = [MaskSpec(kind="window", size=64), MaskSpec()]

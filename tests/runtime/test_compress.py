@@ -9,7 +9,6 @@ from kvrt import CacheConfig, MaskSpec, Runtime
 from kvrt.errors import UsageError
 from kvrt.policies.scored import H2O, SnapKV
 from kvrt.runtime.compress import compress_prompt
-from tests.marks import first_fast
 from tests.toys import ToyLm
 
 CONFIG = CacheConfig(n_ctx=128, n_ubatch=32, n_seq_max=2, block_size=16)
@@ -22,7 +21,8 @@ POLICIES = {
 WINDOW = [MaskSpec(), MaskSpec(kind="window", size=8)]
 
 
-@pytest.mark.parametrize("name", first_fast(POLICIES))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", POLICIES)
 def test_it_keeps_what_one_eviction_at_the_end_keeps(name):
     """The reference has slots for the whole prompt, and goes on in them."""
     policy, model = POLICIES[name], ToyLm(masks=WINDOW if name == "snapkv" else None)
@@ -46,6 +46,7 @@ def test_it_keeps_what_one_eviction_at_the_end_keeps(name):
     assert runtime.seq_pos_max(1) == 8
 
 
+@pytest.mark.slow
 def test_what_it_takes_at_its_peak_and_what_stays():
     runtime = Runtime(ToyLm(), CONFIG, policy=POLICIES["h2o"])
     found = compress_prompt(runtime, TEXT)
@@ -77,6 +78,7 @@ def test_a_prompt_that_fits_is_only_read():
     assert len(runtime.kept_positions()[0][0]) == 27
 
 
+@pytest.mark.slow
 def test_what_cannot_be_compressed_is_refused_in_one_line():
     pyramid = H2O(budget=20, interval=8, n_recent=2, pyramid=1.5)
     full = Runtime(ToyLm(), CONFIG, policy=POLICIES["h2o"])

@@ -32,6 +32,7 @@ def assert_near(a, b):
     assert worst < TOLERANCE * max(1.0, float(np.abs(np.asarray(b)).max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_rs_seq", [0, 6])
 def test_parts_of_any_size_are_single_steps(n_rs_seq):
     one = read(runtime(), [1] * 90)
@@ -39,6 +40,7 @@ def test_parts_of_any_size_are_single_steps(n_rs_seq):
     assert_near(read(runtime(n_rs_seq=n_rs_seq), [41, 29], 20), one)
 
 
+@pytest.mark.slow
 def test_a_rollback_into_a_prompt_continues_as_if_nothing_had_been():
     at, fresh = runtime(n_rs_seq=6), runtime()
     at.append(TEXT[:60])
@@ -62,7 +64,8 @@ def test_a_fork_and_its_source_go_on_each_for_itself():
     assert_near(at.append(TEXT[40:])[0], fresh.append(TEXT)[0])
 
 
-@pytest.mark.parametrize("mode", ["cell", pytest.param("paged", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["cell", "paged"])
 def test_an_engine_gives_what_a_runtime_gives(mode):
     prompts = [TEXT[:50], TEXT[3:12], TEXT[:49] + TEXT[60:80]]
     asked = [engines.ask(i, x, n_predict=4) for i, x in enumerate(prompts)]

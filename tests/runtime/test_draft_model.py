@@ -27,6 +27,7 @@ def text(at, spec=None, sampling=LIVELY):
     return tokens, after.n_accepted - before.n_accepted, after.n_drafted - before.n_drafted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [Sampling(temp=0.0), LIVELY], ids=["greedy", "sampled"])
 def test_a_model_drafts_for_itself_what_it_says(sampling):
     at = runtime("full")
@@ -60,6 +61,7 @@ def test_a_text_that_outgrows_the_drafter_goes_on_without():
     assert text(at, spec)[0] == text(at)[0]
 
 
+@pytest.mark.slow
 def test_another_vocabulary_is_refused():
     other = Runtime(ToyLm(n_vocab=40), CacheConfig(n_ctx=64, n_ubatch=16, block_size=8))
     at = runtime("full")

@@ -103,6 +103,7 @@ def test_two_sequences_share_a_beginning_and_part(name):
         allclose(out[seq], alone.append(end)[0], 1e-4)
 
 
+@pytest.mark.slow
 @every_model
 def test_a_probe_changes_nothing(name):
     at = runtime(MODELS[name]())
@@ -159,6 +160,7 @@ def test_a_context_shift_on_small_windows_equals_full_ones(name):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", ["window", "chunked"])
 def test_a_shift_that_leaves_less_than_a_window_equals_one_that_keeps_all(mask):
     """30 of 60 go at once behind the sinks: the window of 40 sees the sinks again, still there."""
@@ -175,6 +177,7 @@ def test_a_shift_that_leaves_less_than_a_window_equals_one_that_keeps_all(mask):
     allclose(np.stack(found[0]), np.stack(found[1]), 1e-4)
 
 
+@pytest.mark.slow
 def test_recurrent_layers_take_no_policy_and_no_moves():
     with pytest.raises(BadConfig, match="the state of recurrent layers cannot forget"):
         Runtime(HybridLm(), CacheConfig(n_ctx=64), policy=ContextShift())
@@ -189,6 +192,7 @@ def test_recurrent_layers_take_no_policy_and_no_moves():
     assert at.seq_pos_max() == 19 and not at.group_cells[0].delta.any()
 
 
+@pytest.mark.slow
 def test_self_extend_moves_a_hybrids_positions_and_leaves_its_newest_state():
     """States have no positions; a round takes older ones, and the checkpoints behind it, away."""
     sizes = dict(n_ctx=96, n_ubatch=8, n_rs_seq=3, n_checkpoints=4, checkpoint_interval=0)
@@ -236,6 +240,7 @@ def test_nothing_is_copied_and_nothing_compiles_anew():
             assert memory.alias_size_in_bytes >= at.stats().cache_bytes, key
 
 
+@pytest.mark.slow
 def test_released_states_and_rows_are_scrubbed():
     at = runtime(HybridLm(mask=WINDOW))
     at.append(TEXT[:40])

@@ -107,6 +107,7 @@ def test_what_fits_is_read_whole():
         read(at, dense, TEXT[N_CELLS : N_CELLS + 8])
 
 
+@pytest.mark.slow
 def test_a_context_shift_moves_index_keys_too():
     policy = ContextShift(n_keep=2, n_discard=6)
     at, oracle = runtime(policy, n_ctx=24), PlainIndexed(model())
@@ -121,6 +122,7 @@ def test_a_context_shift_moves_index_keys_too():
     assert len(at.stats().drops) > 2
 
 
+@pytest.mark.slow
 def test_a_shift_rotates_what_rope_has_of_index_keys_and_nothing_else():
     at = runtime()
     at.append(TEXT[:20])

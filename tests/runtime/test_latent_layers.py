@@ -217,6 +217,7 @@ class Wrong(LatentLm):
         return attend(0, row, row, row)[out_ids, 0]
 
 
+@pytest.mark.slow
 def test_a_model_that_gives_values_too_is_refused():
     with pytest.raises(BadConfig, match="layer 0 keeps a latent of 32 channels, which are its val"):
         Runtime(Wrong(), CacheConfig(n_ctx=32, attention="chunked")).append([1])

@@ -26,15 +26,7 @@ from kvrt.store.kv import read_kv
 from tests.sharedlm import CLA2, SharedLm
 
 EXIT = {"shared": 2}
-SLOW = {
-    "heads of 32",
-    "window alone",
-    "window with sinks",
-    "chunked",
-    "shared",
-    "latent",
-    "indexed",
-}
+QUICK = {"full"}
 EXACT = [k for k in KINDS if k not in ("shared windows", "delta") and "recurrent" not in k]
 EXACT = [k for k in EXACT if "hybrid" not in k]
 
@@ -70,7 +62,7 @@ def same_cells(runtime):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=pytest.mark.slow) if k in SLOW else k for k in EXACT]
+    "kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in EXACT]
 )
 def test_text_and_cache_are_those_of_plain_decoding(kind):
     drafted = build(kind)
@@ -105,6 +97,7 @@ def entries(runtime, group):
     return cells.pos[mine].tolist(), kv
 
 
+@pytest.mark.slow
 def test_refused_drafts_leave_nothing_in_cells_that_windows_use_again():
     plain, drafted = (build("window") for _ in range(2))
     drafted.prefill(PROMPT)
@@ -151,6 +144,7 @@ def counting(**options):
     return Runtime(Counting(**options), CacheConfig(n_ctx=128, block_size=8, n_ubatch=16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("silent_from", [None, 2])
 def test_every_layer_runs_once_for_every_token_of_a_round(silent_from):
     runtime = counting(silent_from=silent_from)
@@ -172,6 +166,7 @@ def test_every_layer_runs_once_for_every_token_of_a_round(silent_from):
         assert n_rounds > 9
 
 
+@pytest.mark.slow
 def test_there_is_no_second_cache():
     plain, drafted = build("full", n_ctx=1024), build("full", n_ctx=1024)
     run(plain)
@@ -183,9 +178,8 @@ def test_there_is_no_second_cache():
     assert drafted.programs.temp_bytes("layer_skip") - plain.programs.temp_bytes("decode") < layer
 
 
-@pytest.mark.parametrize(
-    "name", ["shift", pytest.param("sinks", marks=pytest.mark.slow), "self_extend", "checkpoints"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["shift", "sinks", "self_extend", "checkpoints"])
 def test_policies_cut_rounds_and_change_no_text(name):
     kind = {"checkpoints": "window"}.get(name, "full")
     plain, drafted = build(kind, **POLICIES[name]), build(kind, **POLICIES[name])
@@ -204,10 +198,12 @@ def test_a_sequence_in_blocks_keeps_them():
     assert len(drafted.table(0)[0]) == -(-(len(PROMPT) + 47) // 8)
 
 
+@pytest.mark.slow
 def test_sampled_text_is_that_of_the_same_seed():
     drafted_like(build(), build(), sampling=SAMPLED, recent=PROMPT)
 
 
+@pytest.mark.slow
 def test_it_stops_where_plain_decoding_stops_and_goes_on_from_there():
     plain, drafted = build(), build()
     end = ids(run(plain))[20]

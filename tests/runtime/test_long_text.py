@@ -10,6 +10,7 @@ import pytest
 from toys import ToyLm
 
 from kvrt import CacheConfig, ContextShift, Runtime
+from tests.marks import full
 
 pytestmark = pytest.mark.slow
 N_CELLS, N_TOKENS, PER = 32, 600, 100
@@ -54,7 +55,7 @@ def growth(host):
     return statistics.median(np.diff(host).tolist())
 
 
-@pytest.mark.parametrize("rope", ["write", "read"])
+@pytest.mark.parametrize("rope", ["write", full("read")])
 def test_memory_is_the_same_after_every_context_shift(rope):
     runtime, held, host = run(rope)
     assert len(runtime.stats().drops) > 25

@@ -238,6 +238,7 @@ def test_a_runtime_that_cannot_hold_modules_is_refused(masks, change, error, sai
     assert runtime.seq_pos_max(0) == -1
 
 
+@pytest.mark.slow
 def test_windows_with_all_cells_serve_modules():
     masks = [MaskSpec(), MaskSpec(kind="window", size=8)]
     model, layout = ToyLm(masks=masks), layout_of()

@@ -172,6 +172,7 @@ def test_a_full_cache_stops_generation_and_keeps_what_it_has(runtime):
 # --- steps -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["write", "read"])
 def test_a_prompt_in_any_cut_gives_the_same_logits(of_module, model, mode):
     prompt = [(7 * i + 3) % 64 for i in range(20)]

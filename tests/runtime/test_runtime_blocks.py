@@ -189,6 +189,7 @@ def test_a_restored_sequence_goes_on_in_blocks_as_in_cells(at):
     alike(goes_on(at), expected)
 
 
+@pytest.mark.slow
 def test_a_small_cache_goes_on_the_same(full):
     def runs(n_before, convert):
         full.clear()
@@ -365,6 +366,7 @@ def test_a_cache_with_blocks_is_not_packed_by_itself():
     assert at.stats().n_defrag == 1 and kc.n_kv(at.cells) == kc.n_used(at.cells)
 
 
+@pytest.mark.slow
 def test_what_one_group_shares_and_another_has_copied_is_not_shared_again():
     """Blocks have copies of cells that a window's layers, which lie in cells, still share."""
     model = ToyLm(masks=(MaskSpec(), MaskSpec(kind="window", size=3)))

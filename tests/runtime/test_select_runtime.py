@@ -10,7 +10,6 @@ from kvrt.errors import BadConfig
 from kvrt.program.labels.arrays import label_plan
 from kvrt.runtime.heavy_channels import heavy_channels, read_channels, write_channels
 from kvrt.select_spec import DoubleSparsity, Quest
-from tests.marks import first_fast
 from tests.toys import ToyLm
 
 TOKENS = np.random.default_rng(0).integers(0, 64, 400).tolist()
@@ -46,7 +45,8 @@ def check_labels(runtime):
     return np.asarray(logits)
 
 
-@pytest.mark.parametrize("select", first_fast([QUEST, SPARSE]), ids=["quest", "double_sparsity"])
+@pytest.mark.slow
+@pytest.mark.parametrize("select", [QUEST, SPARSE], ids=["quest", "double_sparsity"])
 def test_labels_follow_writes_removals_moves_and_copies(select):
     runtime = runtime_of(select)
     runtime.prefill(TOKENS[:200])
@@ -74,6 +74,7 @@ def test_labels_follow_a_policy_and_a_session(tmp_path):
     np.testing.assert_allclose(check_labels(other), check_labels(runtime), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_fits_the_budget_is_the_dense_text_and_programs_stay():
     dense, sparse = runtime_of(None), runtime_of(Quest(n_cells=512, n_dense=1))
     for runtime in (dense, sparse):
@@ -90,6 +91,7 @@ def test_what_fits_the_budget_is_the_dense_text_and_programs_stay():
     assert np.isfinite(found).all()
 
 
+@pytest.mark.slow
 def test_decode_on_the_device_is_that_of_single_steps():
     one, many = runtime_of(QUEST), runtime_of(QUEST)
     texts = []

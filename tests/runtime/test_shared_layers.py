@@ -51,6 +51,7 @@ def test_logits_are_those_of_a_dense_model(name, rope):
     run_history(runtime(name, rope=rope), Dense(model(name)))
 
 
+@pytest.mark.slow
 def test_a_shift_of_every_layer_is_seen(monkeypatch):
     """The control: keys that two layers read would be rotated once for each of them."""
 
@@ -152,6 +153,7 @@ class Wrong(SharedLm):
         return self.head(x)[out_ids]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "says"),
     [

@@ -73,6 +73,7 @@ def close(found, wanted, tolerance=1e-5):
     np.testing.assert_allclose(np.asarray(found), wanted, atol=tolerance, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_prompt_leaves_half_the_layers_out(at):
     """48 tokens in three steps: N * L / 2 + L / 2, and the logits of all layers over all tokens."""
     n = 3 * UBATCH
@@ -89,6 +90,7 @@ def test_a_prompt_leaves_half_the_layers_out(at):
         assert n_one == N_LAYERS
 
 
+@pytest.mark.slow
 def test_some_tokens_of_a_step_have_logits(at):
     """Windows that end within the step, padding, holes from defrag; a fork that goes on."""
     at.append(TEXT[:10])

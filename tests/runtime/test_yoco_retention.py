@@ -29,6 +29,7 @@ def close(found, expected, tolerance=2e-5):
     np.testing.assert_allclose(np.asarray(found), expected, atol=tolerance, rtol=0)
 
 
+@pytest.mark.slow
 def test_parts_and_single_steps_are_the_dense_model_and_so_is_what_follows_a_rollback():
     at = make()
     assert at.cache.states is not None
@@ -41,6 +42,7 @@ def test_parts_and_single_steps_are_the_dense_model_and_so_is_what_follows_a_rol
     close(at.append(TEXT[43:]), wanted()[-1:])
 
 
+@pytest.mark.slow
 def test_a_session_and_a_copy_go_on_as_the_text(tmp_path):
     at = make()
     at.append(TEXT[:37])

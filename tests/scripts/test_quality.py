@@ -65,14 +65,14 @@ def test_codes_cost_what_they_may():
     assert abs(eight[0]) < 0.002 and eight[1] < 0.002
     # Four bits a key and token: what the gates of eight do not let pass.
     assert 0.002 < four[0] < 0.12 and four[1] > 0.002
-    # Scales by channel: the same bits, and keys that are worth more.
-    channel_four = measured("kivi4")
-    assert channel_four[0] < 0.03 and channel_four[1] < four[1]
 
 
 @pytest.mark.model
 @pytest.mark.full
-def test_two_bits_cost_what_they_may():
+def test_scales_by_channel_and_two_bits_cost_what_they_may():
+    # Scales by channel: the same bits, and keys that are worth more.
+    four, channel_four = measured("int4"), measured("kivi4")
+    assert channel_four[0] < 0.03 and channel_four[1] < four[1]
     two, channel_two = measured("int2"), measured("kivi2")
     assert two[0] > 0.12 and two[1] > 0.002
     assert channel_two[1] < two[1] / 2 and channel_two[0] < two[0] / 4

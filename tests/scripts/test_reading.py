@@ -32,6 +32,7 @@ def losses(runtime, past, part):
     return [scale[i] - logits[i, token] for i, token in enumerate(part[1:])]
 
 
+@pytest.mark.slow
 def test_chunks_change_nothing_of_plain_attention(model, plain):
     read = reading.read(modes.runtime_of("full", model, SIZES), TOKENS, 16)
     assert read.losses == pytest.approx(losses(plain, [], TOKENS), abs=1e-4)

@@ -100,6 +100,7 @@ def test_counts_go_on_from_a_ledger(capfd, tmp_path):
         run(capfd, "draws", **some)
 
 
+@pytest.mark.slow
 def test_a_failure_says_how_to_repeat_it(capfd, tmp_path):
     some = {"minutes": 0, "ledger": tmp_path / "soak.json"}
     found, n_failed, text = run(capfd, "fails/4", **some, seed=2)
@@ -132,6 +133,7 @@ def test_grids_are_the_files_that_try_more_and_run_by_name_alone():
     assert units.Wanted.parse(["grids", "paged"]) == units.Wanted(("paged",), ("grids",))
 
 
+@pytest.mark.slow
 def test_cells_of_the_matrix_are_those_with_most_new_triples(monkeypatch):
     monkeypatch.setattr(matrix.history, "outcome", lambda cell: matrix.history.Outcome("equal"))
     first, wrong = matrix.run(0, [], False)

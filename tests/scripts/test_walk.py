@@ -14,6 +14,7 @@ def walked():
     return walk.walked()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", LIMITS)
 def test_a_step_enters_no_more_than_it_did(walked, step):
     n_files, n_lines = LIMITS[step]

@@ -206,6 +206,7 @@ def test_a_search_that_never_fits_is_refused(mode):
     assert not engine.has_work
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_a_search_compiles_a_program_for_its_first_step_and_one_for_the_others(mode):
     engine = make("full", mode)

@@ -60,6 +60,7 @@ def test_a_hit_ends_at_any_token():
     assert pool.n_cached and pool.n_free == pool.n_units and not pool.n_evicted
 
 
+@pytest.mark.slow
 def test_who_runs_is_found_as_well():
     engine, start = make("full", "cell"), drawn(1, 12)
     engine.add_request(ask("first", [*start, 1], 8))

@@ -48,6 +48,7 @@ class Requests(EngineHistory):
         assert n_known == n_prompt + len(self.logits[name]) and next(found, None) is None
 
 
+@pytest.mark.slow
 def test_others_come_and_go_within_a_run():
     """A request waits within its run while more texts than places end within theirs."""
     at = Requests(256, n_seq=2)

@@ -41,6 +41,7 @@ def test_a_cancelled_sample_leaves_the_others():
     assert [got[i][-1] for i in (0, 2)] == ["length", "length"]
 
 
+@pytest.mark.slow
 def test_a_copy_that_was_planned_for_a_cancelled_request_holds_no_block():
     """Of states that end within a block; what held them was another request's next step."""
     at = make("recurrent", hash_block_size=2)

@@ -51,6 +51,7 @@ def test_a_prompt_that_ends_otherwise_resumes_at_the_checkpoint_before_it(mode, 
     assert kept.n >= 3 and kept.n_bytes > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_a_border_of_a_prompt_is_kept(mode):
     config = {"n_checkpoints": 8, "checkpoint_interval": 0}

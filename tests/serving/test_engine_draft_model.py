@@ -73,6 +73,7 @@ def test_a_drafter_with_little_room_forgets_whom_it_did_not_draft_for_lately():
     assert of.runtime.stats().cells_used <= 40
 
 
+@pytest.mark.slow
 def test_a_drafter_of_one_sequence_follows_whom_it_is_asked_for():
     one = CacheConfig(n_ctx=64, block_size=8, n_ubatch=16)
     of = DraftModel(runtime=Runtime(MODELS["full"](), one))

@@ -15,9 +15,7 @@ from tests.serving.soundcells import assert_sound
 
 MODES = [pytest.param("cell", marks=pytest.mark.slow), "paged"]
 N_DRAFT = 3
-# Of two modes and all kinds of layers, those in the default suite.
-FAST = {("full", "cell"), ("recurrent", "paged")}
-LAYERS = in_turn(MODELS, ("cell", "paged"), FAST)
+LAYERS = in_turn(MODELS, ("cell", "paged"))
 
 
 class Script:
@@ -71,6 +69,7 @@ def check_same(both, requests):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "mode"), LAYERS)
 def test_text_is_that_without_drafts(kind, mode, monkeypatch):
     """Several requests in one step with different numbers of drafts, and hits on what they left."""
@@ -139,6 +138,7 @@ def test_hits_on_what_drafts_have_made_are_as_misses(kind, mode, monkeypatch):
 SAMPLED = Sampling(temp=0.9, top_k=12, repeat_penalty=1.3, repeat_last_n=6, seed=7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_sampled_texts_are_those_of_their_seeds(mode, monkeypatch):
     """Samples of one request, penalties token by token, and greedy ones beside them."""
@@ -175,6 +175,7 @@ def right(text):
     return script
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_it_ends_where_it_would_without_drafts(mode):
     """At a stop id that was drafted, and at the number of tokens asked for."""
@@ -210,7 +211,7 @@ def test_every_token_of_a_round_has_its_logits(mode):
     np.testing.assert_allclose(np.stack(found), np.stack(rows), atol=2e-5)
 
 
-@pytest.mark.parametrize(("mode", "dtype"), [slow("paged", "int8"), slow("cell", "f16")])
+@pytest.mark.parametrize(("mode", "dtype"), [slow("paged", "int8"), full("cell", "f16")])
 def test_quantized_keys_are_those_of_single_steps(mode, dtype, monkeypatch):
     never_backs_off(monkeypatch)
     both = pair("window", mode, type_k=dtype, type_v=dtype)

@@ -83,6 +83,7 @@ def mixed(rng, n=5):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("extend", "rope", "mode"), KINDS)
 def test_long_requests_beside_short_ones(extend, rope, mode):
     engine = shared(extend, rope, mode)
@@ -129,6 +130,7 @@ def test_the_plain_attention_of_several_sequences_groups_alike():
     check(shared(PAPER, "read", "paged", attention="reference"), mixed(np.random.default_rng(8), 2))
 
 
+@pytest.mark.slow
 def test_prefixes_are_found_and_what_moves_is_found_by_nobody():
     """The paper's kind moves nothing; in the cache a hit ends before the first round, in copies."""
     rng = np.random.default_rng(4)

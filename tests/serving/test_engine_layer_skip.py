@@ -64,6 +64,7 @@ def test_text_is_that_without_drafts(kind, mode, monkeypatch):
     assert stats.n_steps < both[1].stats().n_steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_samples_penalties_and_stop_ids_are_those_of_single_steps(mode, monkeypatch):
     """Nothing behind a stop id is sampled, though the first layers may draft beyond it."""
@@ -118,6 +119,7 @@ def test_policies_and_an_int8_cache(monkeypatch):
     assert both[0].stats().drops["tokens"] > 0 < both[0].stats().drafts["accepted"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "exit_layer", "message"),
     [

@@ -12,7 +12,7 @@ from kvrt.policies import AttentionSinks, ContextShift
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.scheduling.step_plan import Rules
-from tests.marks import first_fast, full, slow
+from tests.marks import full, slow
 from tests.serving.engines import MODELS, N_BATCH, N_ROWS, B, ask, drawn, served
 
 N_CTX = 40
@@ -112,11 +112,14 @@ def test_an_endless_request_beside_short_ones(mode, rope, name):
     assert len(drops["endless", 0]) > 2 and len(drops["long", 0]) > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rope", "mode"),
     [
         ("read", "paged"),
-        *(slow(*x) for x in (("write", "paged"), ("write", "cell"), ("read", "cell"))),
+        ("write", "paged"),
+        ("write", "cell"),
+        ("read", "cell"),
     ],
 )
 def test_samples_of_one_prompt_drop_apart(mode, rope):
@@ -143,7 +146,8 @@ def test_short_requests_are_preempted_and_the_endless_one_is_not(mode):
     assert victims and not any(n for _, n in victims)
 
 
-@pytest.mark.parametrize("rope", first_fast(["write", "read"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("rope", ["write", "read"])
 def test_no_later_request_hits_what_was_moved(rope):
     """What a policy never drops is found, in whole blocks; the rest of its prompt is not."""
     rng, policy = np.random.default_rng(6), ContextShift(n_keep=11)
@@ -216,7 +220,8 @@ def test_policies_are_refused_when_made():
         engine.add_request(ask("x", [1], 99))
 
 
-@pytest.mark.parametrize("mode", first_fast(["paged", "cell"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["paged", "cell"])
 def test_a_policy_costs_nothing_before_a_drop(mode):
     """The same plans and programs as without; `none` takes the default policy from a request."""
     made = []

@@ -28,6 +28,7 @@ def test_a_thousand_steps_compile_no_more_than_the_first():
     assert engine.programs.n_compiles == len(kinds)
 
 
+@pytest.mark.slow
 def test_samples_of_one_prompt_part_where_it_ends():
     engine = make()
     engine.add_request(ask("a", [1, 2, 3, 4, 5], 6, n=3))

@@ -11,6 +11,7 @@ from tests.toys import HybridLm
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("states", "delta")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["recurrent", *SLOW])
 def test_a_hit_ends_within_the_last_tokens_of_a_text(kind):
     """As many tokens before its end as there are states, beside another text; no further back."""

@@ -74,16 +74,17 @@ def runtime_of(kind, **options):
 # --- one engine to another ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "kind", "dtype", "rope"),
     [
         ("paged", "full", "f32", "write"),
         full("paged", "full", "int8", "read"),
-        slow("paged", "window", "int8", "read"),
-        slow("paged", "recurrent", "f32", "write"),
+        ("paged", "window", "int8", "read"),
+        ("paged", "recurrent", "f32", "write"),
         full("paged", "states", "f32", "write"),
         full("cell", "full", "f32", "write"),
-        slow("cell", "window", "int8", "read"),
+        ("cell", "window", "int8", "read"),
         ("cell", "recurrent", "f32", "write"),
     ],
 )
@@ -181,6 +182,7 @@ def test_what_a_policy_moved_is_neither_saved_nor_loaded(tmp_path):
 # --- an engine and a Runtime ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "kind"), BOTH)
 def test_a_runtime_goes_on_from_an_engines_file(tmp_path, mode, kind):
     taken = saved(computed(kind, mode=mode), tmp_path / "a.kv", TEXT[:43])
@@ -241,6 +243,7 @@ def test_states_and_windows_come_from_checkpoints_too():
 # --- what is refused ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_windows_that_were_dropped_give_no_hit():
     at = runtime_of("window")
     at.append(TEXT[:41])
@@ -292,6 +295,7 @@ def test_a_session_longer_than_the_cache_is_refused(tmp_path):
     assert free(small) == before
 
 
+@pytest.mark.slow
 def test_a_cache_in_use_refuses_what_does_not_fit():
     taken = computed("full", 80).save(TEXT)
     at = make("full", n_ctx=96)
@@ -359,6 +363,7 @@ def test_less_than_a_block_is_no_session():
         make("full").load(at.snapshot())
 
 
+@pytest.mark.slow
 def test_what_a_tier_has_is_saved_as_well(tmp_path):
     tiers = TierConfig(host_bytes=1 << 20, always=True)
     at = make("full", n_ctx=64, tiers=tiers)

@@ -108,6 +108,7 @@ def test_what_is_refused():
     Engine(MODELS["sinks"](), CacheConfig(**sizes, swa_full=True), options, policy=few)
 
 
+@pytest.mark.slow
 def test_pools_have_room_for_what_windows_keep():
     """The engine's policy is counted in its blocks: each request that fits its context is taken."""
     policy = ContextShift(n_keep=20, n_discard=15)

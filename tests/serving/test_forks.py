@@ -65,6 +65,7 @@ def check_fork(engine, kind, request, n, sampling, **oracle):
     return n_shared
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_a_fork_goes_its_own_way_and_its_source_as_before(mode):
     """In the middle of a block, and where one ends."""

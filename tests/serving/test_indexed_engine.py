@@ -5,7 +5,6 @@ import pytest
 
 from kvrt.serving.request import Request
 from tests.indexedlm import PlainIndexed
-from tests.marks import first_fast
 from tests.serving import engines
 
 PROMPTS = tuple(tuple((k * i + i // 3) % 32 for i in range(n)) for k, n in ((5, 22), (3, 13)))
@@ -39,7 +38,8 @@ def served(engine, prompts, n_predict):
     return judged
 
 
-@pytest.mark.parametrize("mode", first_fast(["paged", "cell"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["paged", "cell"])
 def test_requests_beside_each_other_and_hits_are_those_of_the_oracle(mode):
     engine = engines.make("indexed", mode)
     first = served(engine, dict(zip("ab", PROMPTS, strict=True)), 6)

@@ -26,7 +26,8 @@ def checked(engine, name, tokens, n_predict=3):
     return text, n_cached
 
 
-@pytest.mark.parametrize("mode", ["paged", pytest.param("cell", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["paged", "cell"])
 def test_requests_and_hits_are_those_of_the_plain_form(mode):
     engine = engines.make("latent", mode)
     text, n_cached = checked(engine, "a", PROMPT)
@@ -35,6 +36,7 @@ def test_requests_and_hits_are_those_of_the_plain_form(mode):
     assert n_cached >= 20
 
 
+@pytest.mark.slow
 def test_a_block_has_each_number_once():
     engine = engines.make("latent", "paged")
     (store,) = engine.device.layout.stores

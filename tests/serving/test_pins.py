@@ -66,6 +66,7 @@ def test_a_pinned_prefix_is_found_until_it_is_unpinned(kind, mode):
     assert is_found(engine, kind, text) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_what_is_pinned_is_room_that_others_do_not_have(mode):
     engine, text = make("full", mode, n_ctx=96), prompt(40)

@@ -114,6 +114,7 @@ def seconds_of(plan):
     return 1 + 0.1 * max(plan.n_tokens - 4, 0)
 
 
+@pytest.mark.slow
 def test_long_decodes_first_end_sooner_than_last(monkeypatch):
     """Groups of few tokens in and many out beside those of many in and few out, in both orders."""
     asked = [Request(id=f"long{i}", tokens=(1, 1, 1, i), n_predict=60) for i in range(4)]

@@ -83,6 +83,7 @@ def alone(suffix, n_shared):
     return [t.id for t in at.generate(N_PREDICT, sampling=Sampling(temp=0.0))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_it_goes_on_from_what_it_brings(mode):
     n_shared = len(HELD) if mode == "cell" else len(HELD) // B * B
@@ -121,6 +122,7 @@ def test_it_is_read_again_where_it_was_evicted(mode):
     assert len(n_read) >= len(suffixes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_what_cannot_be_read_ends_the_request_alone(mode):
     def damaged():

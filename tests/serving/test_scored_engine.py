@@ -8,7 +8,7 @@ import pytest
 from kvrt import CacheConfig, Engine, EngineConfig, Runtime
 from kvrt.policies.scored import H2O, SnapKV, SparseWindow
 from kvrt.serving.offload import TierConfig
-from tests.marks import first_fast
+from tests.marks import full
 from tests.serving.engines import served_texts
 from tests.toys import HybridLm, ToyLm
 
@@ -38,8 +38,9 @@ def served(engine, texts):
     return served_texts(engine, texts, N_NEW)
 
 
-@pytest.mark.parametrize("name", first_fast(POLICIES))
-@pytest.mark.parametrize("prefix_cache", first_fast([True, False]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("prefix_cache", [True, full(False)])
 @pytest.mark.parametrize("mode", ["cell", "paged"])
 def test_every_request_has_the_text_it_has_alone(mode, prefix_cache, name):
     policy = POLICIES[name]

@@ -22,7 +22,6 @@ from kvrt.errors import BadConfig, CacheFull
 from kvrt.program.labels.arrays import label_plan
 from kvrt.serving.request import Request
 from kvrt.serving.scheduling.step_plan import Rules
-from tests.marks import first_fast
 from tests.serving import engines
 from tests.serving.engines import MODELS, WINDOWS, served_texts
 from tests.sharedlm import SharedLm
@@ -83,7 +82,8 @@ def check_labels(device):
                 np.testing.assert_allclose(got[:, :, at], new[:, :, at], atol=1e-6)
 
 
-@pytest.mark.parametrize(("mode", "name"), first_fast(MODES))
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "name"), MODES)
 def test_every_request_has_the_text_it_has_alone(mode, name):
     select = SELECTS[name]
     wanted = [alone(name, text) for text in TEXTS]
@@ -96,6 +96,7 @@ def test_every_request_has_the_text_it_has_alone(mode, name):
     assert engine.stats().prefix["hit"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "name"), MODES)
 def test_nobody_finds_what_was_sampled(mode, name):
     """A prompt that goes on where another's answer did has the text that it has alone."""
@@ -113,6 +114,7 @@ def test_too_little_room_for_all_makes_them_wait_and_changes_no_text():
     assert served(engine, TEXTS) == [alone("quest", text) for text in TEXTS]
 
 
+@pytest.mark.slow
 def test_how_steps_divide_a_prompt_changes_nothing():
     """Not even where its last token is alone in a step: it reads all."""
     engine = Engine(MODEL, config_of(SELECTS["quest"]), EngineConfig(rules=Rules(n_batch=5)))
@@ -168,6 +170,7 @@ def test_what_an_engine_cannot_read_sparsely_is_refused_when_it_is_made():
         assert "\n" not in str(found.value)
 
 
+@pytest.mark.slow
 def test_what_a_prompt_left_is_found_at_its_checkpoints():
     """A state moves on with what was sampled, which read some cells; its checkpoints stay."""
     model, many = MODELS["recurrent"](), {"n_dense": 0, "channels": (((0, 3),),) * 3}

@@ -26,7 +26,8 @@ def checked(engine, name, tokens, n_predict=3):
     return text, n_cached
 
 
-@pytest.mark.parametrize("mode", ["paged", pytest.param("cell", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["paged", "cell"])
 def test_requests_and_hits_are_those_of_a_dense_model(mode):
     engine = engines.make("shared", mode)
     text, n_cached = checked(engine, "a", PROMPT)

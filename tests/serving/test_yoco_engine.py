@@ -43,7 +43,8 @@ def checked(engine, asked, late=None):
     return texts, n_cached
 
 
-@pytest.mark.parametrize("mode", ["paged", pytest.param("cell", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["paged", "cell"])
 def test_requests_and_hits_are_those_of_a_dense_model(mode):
     """One decodes while another's prompt is read; a third finds blocks of both kinds."""
     engine = engines.make("yoco", mode)

@@ -28,7 +28,8 @@ def runtime(model, **change):
     return Runtime(model, CacheConfig(**config))
 
 
-@pytest.mark.parametrize("container", ["file", pytest.param("folder", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("container", ["file", "folder"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_session_resumes_at_its_checkpoints_as_what_saved_it(name, container, tmp_path):
     model = MODELS[name]()

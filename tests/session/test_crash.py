@@ -57,6 +57,7 @@ SAVES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("kind", SAVES)
 def test_every_call_of_a_save_fails_once(tmp_path, monkeypatch, kind, error):
@@ -207,6 +208,7 @@ def test_kills_lose_no_session(tmp_path, budget):
     assert sorted(p.name for p in tmp_path.iterdir()) == [".x.kv.lock", "x.kv"]
 
 
+@pytest.mark.slow
 def test_a_save_in_the_background_is_of_the_moment_it_was_asked_for(tmp_path):
     taken = snapshot(n_cells=(600,))
     before = [np.array(x) for x in (taken.groups[0].pos, taken.groups[0].blocks[0].k)]

@@ -63,6 +63,7 @@ def test_pieces_are_put_together_as_a_plain_copy_would():
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.slow
 def test_a_folder_holds_what_the_devices_had_and_a_file_too(taken, sound, tmp_path):
     divided, plain = taken
     found = session.read_manifest(sound)

@@ -61,6 +61,7 @@ def test_a_folder_of_something_else_stays_as_it_is(tmp_path):
     assert [p.name for p in tmp_path.iterdir() if p.suffix == ".txt"] == ["a.txt"]
 
 
+@pytest.mark.slow
 def test_every_damaged_file_is_refused_or_reads_the_same(sound, tmp_path):
     """One flipped bit in each file in turn: Orbax alone lets some of them pass."""
     path, taken = sound

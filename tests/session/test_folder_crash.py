@@ -41,6 +41,7 @@ def killed(path, monkeypatch, at, old=None):
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("old", [None, "empty", "session"])
 def test_a_killed_save_leaves_a_name_that_can_be_used(tmp_path, monkeypatch, plain, old):
     before, after = snapshot(n_cells=(40,)), snapshot(n_cells=(50,))

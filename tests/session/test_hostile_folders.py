@@ -143,6 +143,7 @@ def test_hostile_folders_are_refused_by_a_process_that_lives(sound, tmp_path, na
         assert SAID.get(name, "damaged") in line, (name, line)
 
 
+@pytest.mark.slow
 def test_a_folder_that_was_refused_can_be_written_again(sound, tmp_path):
     path = tmp_path / "x.kvd"
     shutil.copytree(sound[0], path)

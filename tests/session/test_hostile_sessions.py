@@ -44,6 +44,7 @@ def with_group(taken, **fields):
     return dataclasses.replace(taken, groups=(part,))
 
 
+@pytest.mark.slow
 def test_what_is_taken_apart_and_joined_reads_the_same(sound, tmp_path):
     data, expected = sound
     path = tmp_path / "x.kv"

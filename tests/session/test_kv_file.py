@@ -147,6 +147,7 @@ def fuzz(sound, path, max_examples):
     return refused
 
 
+@pytest.mark.slow
 def test_mutated_files_are_refused_or_the_same(sound, tmp_path):
     refused = fuzz(sound, tmp_path / "x.kv", 300)
     assert sum(refused) > 0.5 * len(refused)

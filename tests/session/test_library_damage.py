@@ -238,6 +238,7 @@ def test_threads_share_a_library(library):
     assert len(library.entries()) == 15
 
 
+@pytest.mark.slow
 def test_a_read_only_index_is_told(library, monkeypatch):
     put(library, "a.kv", [1])
     real = index._connect

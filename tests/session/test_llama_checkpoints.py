@@ -91,6 +91,7 @@ def test_damaged_ones_are_refused(load, content, told):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_other_models_and_versions_are_refused(load):
     wide = section(range(2, 6), 1, 20)[0]
     with pytest.raises(SessionMismatch, match="keys and values of 1 layers, the model has 2"):

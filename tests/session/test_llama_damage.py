@@ -183,6 +183,7 @@ def test_a_file_cut_anywhere_is_refused(load):
         assert not refused_or_equal(load, FINE[:n]), n
 
 
+@pytest.mark.slow
 def test_a_bit_flipped_anywhere(load):
     taken = 0
     for at, bit in itertools.product(range(len(FINE)), (0, 6)):
@@ -193,6 +194,7 @@ def test_a_bit_flipped_anywhere(load):
     assert taken < 2 * (24 + 12 + 12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2**32 - 1, 2**24])
 def test_huge_numbers_take_no_memory(load, count):
     tracemalloc.start()

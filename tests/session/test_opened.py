@@ -52,6 +52,7 @@ def test_one_that_was_saved_again_is_read_as_it_is_now(tmp_path, container):
     assert_equal(session.read(opened), snapshot(n_cells=(290,), seed=1))
 
 
+@pytest.mark.slow
 def test_damage_that_came_later_is_seen(tmp_path):
     path = tmp_path / "x.kv"
     session.save(path, snapshot(n_cells=(300,)))

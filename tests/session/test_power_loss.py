@@ -86,6 +86,7 @@ def bad_states(
     return bad, {*known.values()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_is_the_old_or_the_new_session(tmp_path, monkeypatch, kind):
     recorder = record(tmp_path / "done", monkeypatch, kind)

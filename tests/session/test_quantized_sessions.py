@@ -216,6 +216,7 @@ def test_groups_of_one_shape_and_other_types_are_taken_apart():
     assert dtypes == ["float32", "float16"]
 
 
+@pytest.mark.slow
 def test_equal_types_of_all_groups_are_one():
     a, b = (two_groups(type_k=t).fingerprint for t in ("f16", ("f16", "f16")))
     assert a == b and a["type_k"] == "f16"

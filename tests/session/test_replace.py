@@ -79,6 +79,7 @@ def ids_of(path):
     return replace.read_held(path).ids.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("container", ["file", "folder"])
 def test_the_former_session_is_kept_whatever_is_saved_next(tmp_path, container):
     path = saved(tmp_path / "a.kv", range(600), container)

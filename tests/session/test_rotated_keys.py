@@ -81,6 +81,7 @@ def test_a_file_of_llama_cpp_is_that_of_the_other_frame(tmp_path):
         llama_read.read(path, read.fingerprint, model.groups, arch="llama", n_vocab=64)
 
 
+@pytest.mark.slow
 def test_a_prompt_cache_of_mlx_is_too(tmp_path):
     model, path = ToyLm(), tmp_path / "x.safetensors"
     read, write = (snapshot(model, x, n=50) for x in ("read", "write"))
@@ -91,6 +92,7 @@ def test_a_prompt_cache_of_mlx_is_too(tmp_path):
     assert np.abs(keys(found, 0) - keys(write, 0)).max() <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 def test_types_that_a_runtime_keeps_as_bits_are_written_and_read(tmp_path, dtype):
     model, path = toy(layout="norm"), tmp_path / "x.bin"
@@ -106,6 +108,7 @@ def test_types_that_a_runtime_keeps_as_bits_are_written_and_read(tmp_path, dtype
     assert np.array_equal(*logits)
 
 
+@pytest.mark.slow
 def test_frames_that_no_other_program_has():
     extend = SelfExtend(ga_n=2, ga_w=8, kind="paper")
     held = snapshot(ToyLm(), "read", n=50, self_extend=extend)

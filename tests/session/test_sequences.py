@@ -121,6 +121,7 @@ def test_a_sequence_that_is_saved_again_and_again_takes_no_more(tmp_path):
     assert len(seen) <= 2, seen
 
 
+@pytest.mark.slow
 def test_sequences_of_several_blocks(tmp_path):
     sample = Sample(SAMPLES["f32"].model, {"n_ctx": 2048, "n_ubatch": 256, "block_size": 256})
     path, held = tmp_path / "x.kv", {}
@@ -153,6 +154,7 @@ def test_what_others_write_meanwhile_stays(tmp_path, monkeypatch):
     assert content(found, 1) == content(mine, 0) and found.seq_ids == (0, 1, 2)
 
 
+@pytest.mark.slow
 def test_what_is_refused_changes_nothing(tmp_path):
     path = tmp_path / "x.kv"
     session.save(path, several(KINDS["f32"]))

@@ -102,6 +102,7 @@ STEPS = st.lists(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [B, SIZE])
 @given(steps=STEPS)
 @settings(max_examples=15, deadline=None)
@@ -137,6 +138,7 @@ def test_runs_that_nobody_goes_on_with_take_no_place():
     assert isinstance(keys, PerChannel) and (np.asarray(keys.group) < 0).all()
 
 
+@pytest.mark.slow
 def test_a_block_leaves_and_comes_back_bit_by_bit():
     """Into a block of which a text that has ended left half a run."""
     both = Texts(B)

@@ -7,6 +7,7 @@ import pytest
 
 from kvrt.cellcache.recurrent import RecurrentStates, plan_probe, plan_states
 from kvrt.store.recurrent import StateIndex, advance, advance_chunks, plan_chunks
+from tests.marks import slow
 
 WIDTH = 3
 
@@ -67,8 +68,8 @@ def planned(depth, lengths, seed=0):
     return index(plan.src, plan.dst), states.n_states + 1
 
 
-@pytest.mark.parametrize("size", [8, 16, 64])
-@pytest.mark.parametrize("depth", [1, 2, 5])
+@pytest.mark.parametrize("size", [8, slow(16), slow(64)])
+@pytest.mark.parametrize("depth", [1, slow(2), 5])
 @pytest.mark.parametrize("lengths", [[40], [7, 30, 1, 9], [1, 1, 1, 20], [8, 8, 16]], ids=str)
 def test_a_plan_gives_the_same_in_chunks(lengths, depth, size):
     assert_alike(*planned(depth, lengths), size)
@@ -84,6 +85,7 @@ def test_all_but_the_kept_tokens_of_a_prompt_are_in_chunks():
     assert planned_lengths(at, n, 16)[[0, 16, 32]].tolist() == [16, 16, 8]
 
 
+@pytest.mark.slow
 def test_tokens_of_a_probe_are_one_chunk():
     states = RecurrentStates(n_states=4, depth=1)
     plan = plan_probe(states, 0, 20)
@@ -92,6 +94,7 @@ def test_tokens_of_a_probe_are_one_chunk():
     assert_alike(at, 5, 64)
 
 
+@pytest.mark.slow
 def test_padding_is_skipped_wherever_it_stands():
     none = 4
     src = [0, none, none, 1, *[2] * 12, none, none]

@@ -249,6 +249,7 @@ def machine(request):
     return Machine(request.param)
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(seed=st.integers(0, 999), history=st.lists(st.sampled_from(OPERATIONS), max_size=6))
 def test_scales_go_where_their_rows_go(machine, seed, history):

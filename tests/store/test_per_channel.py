@@ -78,6 +78,7 @@ def check(store, oracle):
 # --- the oracle -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANNEL_CODECS)
 def test_a_long_text_leaves_what_the_oracle_has(name):
     """300 tokens in steps of 16, and 300 one by one."""

@@ -204,5 +204,6 @@ def test_what_cannot_be_extended_is_refused():
         CacheConfig(self_extend=SelfExtend(ga_n=2, ga_w=4, kind="paper"))
 
 
+@pytest.mark.slow
 def test_reach():
     assert SelfExtend(ga_n=4, ga_w=1024).reach(8192) == 7168 * 4 + 1024

@@ -87,6 +87,7 @@ def turned(k, delta, spec):
 DELTAS = st.lists(st.one_of(st.just(0), st.integers(-90, 90)), min_size=N_CTX, max_size=N_CTX)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TOLERANCE)
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 99), delta=DELTAS)
