@@ -141,6 +141,7 @@ def test_a_callback_may_look_and_not_change():
     alone.append([1])
 
 
+@pytest.mark.slow
 def test_another_call_fits_between_two_tokens_and_a_busy_item_comes_later():
     at, alone = runtime(), runtime()
     expected = [t.id for t in alone.generate(8)]
@@ -239,6 +240,7 @@ def test_threads_get_the_right_answer_or_are_told_to_wait():
     assert at.stats().cells_used == 0
 
 
+@pytest.mark.slow
 def test_a_session_is_saved_while_decoding_goes_on(tmp_path):
     at, alone = runtime(), runtime()
     expected = [t.id for t in alone.generate(20)]

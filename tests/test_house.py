@@ -139,6 +139,7 @@ def test_no_folder_is_a_warehouse():
     assert all(n <= ROOMS.get(name, 0) for name, n in found.items()), found
 
 
+@pytest.mark.slow
 def test_no_exception_is_out_of_date():
     """What is no exception any more leaves its table, and a count becomes what it is."""
     assert set(PARAMETERS) <= set(too_many_parameters())

@@ -106,6 +106,7 @@ def test_both_kinds_agree_where_their_windows_do(n_tokens):
     allclose(last, expected, 1e-5)
 
 
+@pytest.mark.slow
 def test_one_program_for_any_length():
     at = runtime(SelfExtend(ga_n=2, ga_w=6, kind="paper"))
     at.append(TOKENS[:3])

@@ -171,6 +171,7 @@ def test_turned_rows_attend_as_rows_that_were_not():
     assert np.abs(half - exact).max() < 0.03
 
 
+@pytest.mark.slow
 def test_one_great_channel_costs_less_when_it_is_spread():
     q, k, v, *old = drawn(3)
     old[1] = old[1].at[:, :, 5].multiply(50.0)

@@ -171,6 +171,7 @@ def test_controls_do_not_pass_for_the_oracle(control):
     assert abs(case.exact(0, other) - out[0]).max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPECS)
 def test_what_fits_the_budget_is_read_densely_to_the_bit(name):
     select = SPECS[name]

@@ -226,6 +226,7 @@ def test_grouped_positions_reach_what_is_shared(implementation):
             np.testing.assert_allclose(x, y, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_merging_outputs_without_their_weights_is_seen():
     """The control: the mean of two outputs is not attention over both."""
     case = Case()
@@ -236,6 +237,7 @@ def test_merging_outputs_without_their_weights_is_seen():
     assert np.abs(mean[1:5] - case.by_hand()[0][1:5]).max() > 0.1
 
 
+@pytest.mark.slow
 def test_a_damaged_key_reaches_its_members_alone():
     """What sequences share may be damaged, and what others share with each other is not touched."""
     case = Case()

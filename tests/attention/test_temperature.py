@@ -42,6 +42,7 @@ def attention(group, view):
     return step_attention([rows], [[view]], [group], CONFIG, {}, None)
 
 
+@pytest.mark.slow
 def test_each_query_grows_by_its_own_position_and_no_key_does():
     q, k, v, view = drawn()
     step = attention(WARM, view)
@@ -53,6 +54,7 @@ def test_each_query_grows_by_its_own_position_and_no_key_does():
     np.testing.assert_array_equal(step.k_new[0], k)
 
 
+@pytest.mark.slow
 def test_a_group_without_a_temperature_leaves_queries_alone():
     q, k, v, view = drawn()
     warm, plain = (attention(group, view)(0, q, k, v) for group in (WARM, PLAIN))

@@ -41,6 +41,7 @@ def n_splits(**key):
     return traced_sums(gpu.kernel(interpret=True, table=table)).m.shape[2]
 
 
+@pytest.mark.slow
 def test_an_entry_takes_the_place_of_the_rule():
     # Two lists of two kv heads: eight programs are two splits, of the sixteen that the rule makes.
     assert traced_sums(gpu.kernel(interpret=True)).m.shape[2] == 16

@@ -18,6 +18,7 @@ MASKS = [
 LOST = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=3)
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(
     groups=st.lists(st.tuples(st.sampled_from(MASKS), LOST), max_size=3),

@@ -44,6 +44,7 @@ def held(cells, rows):
     }
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(
     cells=fragmented(),

@@ -133,6 +133,7 @@ def test_a_request_reads_further_as_a_run_with_the_same_flags_does(batch, go, wr
         fails(both, 2, "SelfExtend in the cache both move positions")
 
 
+@pytest.mark.slow
 def test_a_line_with_a_policy_that_is_none_fails_alone(batch, written):
     lines = [{"id": "a", "prompt": "a", "policy": "h2o"}, {"id": "b", "prompt": "a", "keep": 1}]
     assert batch("-n", 1, lines=lines).code == 1
@@ -162,6 +163,7 @@ def test_samples_are_runs_with_seeds_that_follow(batch, go, written):
         assert record["tokens"] == alone(go, line | {"seed": 3 + i})["tokens"]
 
 
+@pytest.mark.slow
 def test_bad_lines_fail_alone_and_the_exit_code_tells(batch, written):
     lines = [
         *asked(1),
@@ -259,6 +261,7 @@ def test_it_goes_on_where_it_was_cut(batch, tmp_path, written):
     assert done.err == "requests   6 were there already, nothing is left to do\n"
 
 
+@pytest.mark.slow
 def test_nothing_to_do_is_quick(batch, written, monkeypatch):
     assert batch("--quiet", lines=asked(1)).err == ""
     monkeypatch.setattr("kvrt.cli.process.startup.check_device", lambda *_: 1 / 0)
@@ -311,6 +314,7 @@ def test_a_stop_text_ends_one_request_and_not_the_other(batch, written):
     assert (b["finish_reason"], c["finish_reason"]) == ("length", "stop_string")
 
 
+@pytest.mark.slow
 def test_lower_priorities_go_first(batch, tmp_path):
     lines = [{"id": f"p{p}", "prompt": "a", "n_predict": 2, "priority": p} for p in (3, -1, 0)]
     assert batch("--n_seq_max", 1, lines=lines).code == 0

@@ -219,6 +219,7 @@ def test_append_goes_on_behind_what_is_held(go, book, prefilled, tokenizers):
     assert ids_of(prefilled) == [*held, *more, *first["tokens"], *more]
 
 
+@pytest.mark.slow
 def test_an_ended_text_goes_on_without_its_end(go, prefilled, tokenizers):
     old, end = session.read(prefilled), tokenizers["chatml"].eos_id
     draws = {0: session.SamplingState(token=end, n_drawn=1, sampling={"temp": 0.25})}

@@ -38,6 +38,7 @@ def test_control_tokens_are_not_shown(tokenizer):
     assert echo.ending([end, *tokenizer.encode("the"), end], tokenizer) == "the"
 
 
+@pytest.mark.slow
 def test_standard_output_is_the_text_alone(go):
     done = go()
     assert not done.out.startswith(PROMPT.encode()) and PROMPT not in done.err

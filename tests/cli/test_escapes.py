@@ -62,6 +62,7 @@ def test_a_models_text_is_escaped_on_a_terminal_and_raw_in_a_pipe():
     assert shown == "a\tb\n\\x1b[2J\\x9b\\r\\x7f \U0001f468\u200d\U0001f469 \u200f"
 
 
+@pytest.mark.slow
 def test_a_run_writes_text_by_the_door_for_generated_text(go, monkeypatch):
     written = []
     monkeypatch.setattr(output, "write_generated", written.append)

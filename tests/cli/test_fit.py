@@ -86,6 +86,7 @@ def test_checkpoints_are_counted(kvrt, tmp_path, mode):
     assert two["checkpoint_bytes"] == 2 * one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["cell", "paged"])
 def test_what_a_policy_by_score_keeps_does_not_grow(fit, tiny, mode):
     words = ("--mode", mode, "--policy", "snapkv", "--policy_budget", 96, "--dtype", "f32")
@@ -101,6 +102,7 @@ def test_what_a_policy_by_score_keeps_does_not_grow(fit, tiny, mode):
         assert found["n_bytes"] == allocated(tiny, config, "f32", policy)
 
 
+@pytest.mark.slow
 def test_windows_of_a_policy_are_counted_in_blocks(kvrt, tmp_path):
     path = tmp_path / "tiny.gguf"
     tiny_gguf.write_gguf(path, tiny_gguf.TinyModel(arch="gemma2", n_layers=2))

@@ -60,6 +60,7 @@ def test_policies_of_a_run_are_those_of_a_runtime(go, tiny, words, policy):
     assert found["n_dropped"] > 0
 
 
+@pytest.mark.slow
 def test_sinks_that_the_context_does_not_hold(go):
     words = ["--policy", "attention_sinks", "--n_sink", 10, "--n_window", 60]
     fails(go(*words), 2, "keep 70 tokens, the context has 64 cells", "-c to 70")

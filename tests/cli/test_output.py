@@ -26,6 +26,7 @@ def told(plain, go):
     return plain
 
 
+@pytest.mark.slow
 def test_json_is_one_object_with_the_fields_of_the_issue(told):
     assert list(told) == FIELDS
     assert (told["model"], told["weights"]) == ("tiny", "int8")
@@ -99,6 +100,7 @@ def test_a_stop_text_across_token_borders(go, told):
     assert len(done["tokens"]) <= at + 3
 
 
+@pytest.mark.slow
 def test_logprobs_are_the_best_of_each_token(go, told):
     done = json.loads(go("--json", "--logprobs", 3, "-n", 5).out)
     assert list(done) == [*FIELDS, "logprobs"]

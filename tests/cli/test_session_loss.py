@@ -70,6 +70,7 @@ def long(wide, ids, tmp_path, made):
     return path
 
 
+@pytest.mark.slow
 def test_another_text_is_refused_before_anything_is_computed(go, kvrt, tiny, long, monkeypatch):
     kept = long.read_bytes()
     monkeypatch.setattr("kvrt.cli.setup.open_runtime.Runtime", None)  # not needed to say no

@@ -326,6 +326,7 @@ def apply_edits(raw: bytes, edits) -> bytes:
     return raw
 
 
+@pytest.mark.slow
 @settings(
     max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

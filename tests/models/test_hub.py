@@ -143,6 +143,7 @@ def test_other_bytes_than_pinned(index, tmp_path, monkeypatch, change, words):
     assert "\n" not in str(caught.value) and left_over(tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [dict(sha256="0" * 64), dict(n_bytes=1 << 20)])
 def test_another_wheel_than_pinned_is_not_unpacked(index, tmp_path, monkeypatch, change):
     pin(monkeypatch, tiny=source(DATA, wheel_of("kvrtone", **change)))
@@ -152,6 +153,7 @@ def test_another_wheel_than_pinned_is_not_unpacked(index, tmp_path, monkeypatch,
     assert left_over(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_second_source_of_the_same_bytes(index, tmp_path, monkeypatch, capfd):
     build_wheel(index, "kvrtthree", {"w.bin": DATA})
     gone = dataclasses.replace(wheel_of("kvrtone"), version="2.0")

@@ -71,6 +71,7 @@ def test_a_product_is_that_of_the_wide_matrix(form):
             assert (np.abs(np.asarray(y) - x @ exact.T) <= allowed).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_not_finite_stays_in_its_row(form):
     def spoil(x, value, column):
@@ -89,6 +90,7 @@ def test_what_is_not_finite_stays_in_its_row(form):
                     assert np.array_equal(np.delete(a, row, 0), np.delete(b, row, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_zeros_give_zeros(form):
     def clear(x):

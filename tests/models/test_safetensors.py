@@ -204,6 +204,7 @@ def test_every_truncation_is_refused(tmp_path):
             open_hf_folder(tmp_path)
 
 
+@pytest.mark.slow
 @settings(
     max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -82,6 +82,7 @@ def test_it_stays_until_the_next_query_that_reads_all():
     np.testing.assert_allclose(*found, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.xfail(strict=True, reason="what is not chosen gets no attention, so it scores nothing")
 def test_by_attention_of_what_was_chosen_it_does_not():
     np.testing.assert_allclose(answer("sparse"), answer("dense"), atol=1e-3)

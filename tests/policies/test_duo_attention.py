@@ -59,6 +59,7 @@ def test_a_model_without_streaming_heads_is_plain_attention():
     ]
 
 
+@pytest.mark.slow
 def test_streaming_heads_save_their_bytes():
     n_bytes = []
     for streaming in ((), ((0,), (1,))):

@@ -241,6 +241,7 @@ def test_bytes_are_those_of_the_budget():
     assert kept == whole * 128 / n_ctx * (1 + 2 / 32) + 2 * 4
 
 
+@pytest.mark.slow
 def test_kept_positions_by_layer_and_head():
     runtime = Runtime(ToyLm(), CONFIG, policy=H2O(budget=20, interval=8))
     assert runtime.kept_positions() == {}
@@ -318,6 +319,7 @@ def test_quantized_keys_and_values(type_k):
     np.testing.assert_allclose(found, wanted, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_a_session_has_what_was_kept(tmp_path):
     from kvrt import session
 

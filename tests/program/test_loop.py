@@ -87,6 +87,7 @@ def test_every_stride_draws_the_same_tokens(fresh, sampling):
     assert fresh.cells.pos.tolist() == one[1].pos.tolist() == eight[1].pos.tolist()
 
 
+@pytest.mark.slow
 def test_another_seed_draws_other_tokens(fresh):
     first = text(fresh, 12, sampling=SEEDED)
     fresh.clear()
@@ -94,6 +95,7 @@ def test_another_seed_draws_other_tokens(fresh):
     assert text(fresh, 12, sampling=dataclasses.replace(SEEDED, seed=8)) != first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stride", [1, 8])
 def test_a_stop_token_ends_the_run_within_a_stride(fresh, stride):
     whole = text(fresh, 16, sampling=SEEDED)
@@ -112,6 +114,7 @@ def test_a_stop_token_ends_the_run_within_a_stride(fresh, stride):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_several_sequences_in_one_step_equal_separate_runs(runtime):
     prompts = {0: PROMPT, 1: PROMPT[:3], 2: [7, 7]}
 
@@ -131,6 +134,7 @@ def test_several_sequences_in_one_step_equal_separate_runs(runtime):
             allclose(logits, separate[seq][i])
 
 
+@pytest.mark.slow
 def test_a_run_of_two_sequences_equals_separate_runs(model, runtime):
     prompts = {0: PROMPT, 2: PROMPT[:3]}
 

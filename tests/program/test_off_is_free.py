@@ -70,6 +70,7 @@ def test_a_plain_model_has_the_programs_that_it_had_without_these_features(
     assert PROGRAMS[name]() == (key, text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cells", "blocks"])
 def test_a_step_without_drafts_is_that_of_an_engine_without_them(name, lowered):
     assert PROGRAMS[name](SPECULATION) == PROGRAMS[name]()

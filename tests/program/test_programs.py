@@ -71,6 +71,7 @@ def test_nothing_compiles_after_the_first_context_shift(compilations):
     assert (len(compilations()), runtime.stats().n_compiles) == before
 
 
+@pytest.mark.slow
 def test_what_is_ahead_is_compiled_before_it_is_wanted():
     runtime = Runtime(ToyLm(n_layers=1), CacheConfig(n_ctx=64, block_size=16, n_ubatch=32))
     request = GenerationSpec(

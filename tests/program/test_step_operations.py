@@ -36,5 +36,6 @@ def test_a_layer_has_few_operations_and_copies(texts):
     assert copies <= MOST_COPIES
 
 
+@pytest.mark.slow
 def test_cosines_are_made_once_a_step(texts):
     assert [text.count(" cosine(") for text in texts] == [1, 1]

@@ -195,6 +195,7 @@ def test_what_is_not_chosen_stays_to_the_bit(kv_dtype, rope):
                 assert not (old[found.computed] == new[found.computed]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rope", ["write", "read"])
 def test_keys_of_the_first_layer_are_those_of_a_fresh_prefill(rope):
     model, (ids, _) = ToyLm(n_layers=N_LAYERS), texts()

@@ -32,6 +32,7 @@ def same(a, b):
     return (np.asarray(a) == np.asarray(b)).all()
 
 
+@pytest.mark.slow
 def test_a_chunk_from_its_file_blends_to_the_same_bits(clean, tmp_path):
     made = [clean.chunk(x, LEAD) for x in (A, B)]
     expected = clean.blend(made, [9, 8])
@@ -44,6 +45,7 @@ def test_a_chunk_from_its_file_blends_to_the_same_bits(clean, tmp_path):
     assert same(found.logits, expected.logits) and same(found.computed, expected.computed)
 
 
+@pytest.mark.slow
 def test_a_folder_keeps_chunks_by_model_dtypes_and_tokens(clean, tmp_path):
     store, here = ChunkStore(tmp_path / "chunks"), clean.fingerprint
     assert store.find(here, LEAD + A, LEAD) is None
@@ -61,6 +63,7 @@ def test_a_folder_keeps_chunks_by_model_dtypes_and_tokens(clean, tmp_path):
     assert store.find(here, LEAD + A, LEAD) is None
 
 
+@pytest.mark.slow
 def test_a_plain_session_behind_the_lead_is_a_chunk(clean, tmp_path):
     expected = clean.blend([clean.chunk(A, LEAD), clean.chunk(B, LEAD)], [9])
     for name, ids in (("a", A), ("b", B)):

@@ -382,6 +382,7 @@ def test_a_runtime_fills_what_chunks_leave_open(rope):
     np.testing.assert_allclose(found[0], fresh.prefill(wanted), atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("masks", "pos", "message"),
     [

@@ -187,6 +187,7 @@ def operate(rng, tree, plain):
 OPERATIONS = ("insert extend cut rename remove touch lock unlock evict").split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_random_operations_leave_what_a_dictionary_has(seed):
     """2,500 operations each: a tree matches, splits, locks and evicts as a dictionary would."""

@@ -68,6 +68,7 @@ def test_other_sizes_place_it_anew(tmp_path):
         np.testing.assert_allclose(goes_on(other), wanted, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_it_comes_as_another_sequence_beside_others(tmp_path):
     at = begun(build())
     taken = reread(at, tmp_path)
@@ -82,6 +83,7 @@ def test_it_comes_as_another_sequence_beside_others(tmp_path):
     assert other.table(0)[0] is None
 
 
+@pytest.mark.slow
 def test_where_positions_move_it_comes_in_cells(tmp_path):
     taken = reread(begun(build()), tmp_path)
     other = build(policy=ContextShift(n_keep=4))

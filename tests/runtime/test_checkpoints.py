@@ -92,6 +92,7 @@ def test_a_cut_between_checkpoints_evaluates_less_than_an_interval(name):
     same_bits(at.append(OTHER), fresh.append(OTHER))
 
 
+@pytest.mark.slow
 @every_model
 def test_before_the_first_checkpoint_a_cut_is_refused_and_changes_nothing(name):
     at = runtime(MODELS[name]())

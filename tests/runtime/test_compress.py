@@ -56,6 +56,7 @@ def test_what_it_takes_at_its_peak_and_what_stays():
     assert found.cache_bytes == 2 * (28 * one + 8)
 
 
+@pytest.mark.slow
 def test_a_progress_that_raises_leaves_nothing_of_the_prompt():
     runtime, done = Runtime(ToyLm(), CONFIG, policy=POLICIES["h2o"]), []
 
@@ -71,6 +72,7 @@ def test_a_progress_that_raises_leaves_nothing_of_the_prompt():
     assert runtime.seq_pos_max(1) == 99
 
 
+@pytest.mark.slow
 def test_a_prompt_that_fits_is_only_read():
     runtime = Runtime(ToyLm(), CONFIG, policy=POLICIES["h2o"])
     found = compress_prompt(runtime, TEXT[:27])

@@ -49,6 +49,7 @@ def test_a_rollback_into_a_prompt_continues_as_if_nothing_had_been():
     assert_near(at.append(TEXT[60:80])[0], fresh.append(TEXT[:55] + TEXT[60:80])[0])
 
 
+@pytest.mark.slow
 def test_a_probe_changes_nothing_and_sees_the_same():
     at = runtime()
     at.append(TEXT[:50])
@@ -56,6 +57,7 @@ def test_a_probe_changes_nothing_and_sees_the_same():
     assert_near(at.append(TEXT[50:], out_ids=range(40)), probed)
 
 
+@pytest.mark.slow
 def test_a_fork_and_its_source_go_on_each_for_itself():
     at, fresh = runtime(), runtime()
     at.append(TEXT[:40])

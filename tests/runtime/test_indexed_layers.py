@@ -141,6 +141,7 @@ def test_a_shift_rotates_what_rope_has_of_index_keys_and_nothing_else():
         )
 
 
+@pytest.mark.slow
 def test_a_session_has_index_keys(tmp_path):
     at, oracle = runtime(), PlainIndexed(model())
     read(at, oracle, TEXT[:19])

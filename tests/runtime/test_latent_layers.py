@@ -175,6 +175,7 @@ class Broken(LatentLm):
         return super().embed(tokens) + jnp.where(tokens == 31, jnp.nan, 0.0)[:, None]
 
 
+@pytest.mark.slow
 def test_a_latent_that_is_no_number_stays_with_its_sequence():
     at = Runtime(Broken(), CacheConfig(n_ctx=80, block_size=8, n_ubatch=64, n_seq_max=3))
     at.append([1, 31, 2], 0)

@@ -224,6 +224,7 @@ def test_it_gives_as_many_tokens_as_were_asked(n):
     same_cache(plain, drafted)
 
 
+@pytest.mark.slow
 def test_two_sequences_side_by_side():
     plain, drafted = build(n_seq_max=2), build(n_seq_max=2)
     for runtime in (plain, drafted):
@@ -237,6 +238,7 @@ def test_two_sequences_side_by_side():
         assert a[0].tolist() == b[0].tolist()
 
 
+@pytest.mark.slow
 def test_a_round_is_compiled_ahead():
     runtime = build()
     asked = {"n_predict": 9, "seq_id": 0, "sampling": Sampling(), "stop_ids": (), "recent": ()}

@@ -63,6 +63,7 @@ def test_labels_follow_writes_removals_moves_and_copies(select):
     check_labels(runtime)
 
 
+@pytest.mark.slow
 def test_labels_follow_a_policy_and_a_session(tmp_path):
     runtime = runtime_of(QUEST, policy=AttentionSinks(n_window=200, n_sink=4, n_drop=40))
     runtime.prefill(TOKENS[:300])
@@ -102,6 +103,7 @@ def test_decode_on_the_device_is_that_of_single_steps():
     check_labels(many)
 
 
+@pytest.mark.slow
 def test_labels_are_bytes_and_no_layer_is_copied():
     runtime, dense = runtime_of(QUEST), runtime_of(None)
     for x in (runtime, dense):

@@ -52,6 +52,7 @@ def test_runs_on_the_device_say_what_single_steps_say():
     assert many.n_exact() is None, "a prompt reads all"
 
 
+@pytest.mark.slow
 def test_a_session_says_it_and_goes_on_saying_it(tmp_path):
     runtime = runtime_of(QUEST)
     runtime.prefill(TOKENS[:60])

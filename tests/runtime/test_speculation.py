@@ -322,6 +322,7 @@ def test_pairs_of_tokens_are_distributed_as_the_model_says():
     assert chi < 20 + 4 * math.sqrt(40)
 
 
+@pytest.mark.slow
 def test_it_stops_where_plain_decoding_stops():
     plain, drafted = build(), build()
     text = ids(run(plain))
@@ -372,6 +373,7 @@ def test_strides_run_where_there_are_no_drafts():
     assert {k[0] for k in drafted.programs.compiled()} >= {"verify", "decode"}
 
 
+@pytest.mark.slow
 def test_prompt_lookup_needs_fewer_steps_on_a_text_that_repeats_itself():
     plain, drafted = build("full"), build("full")
     prompt = PROMPT * 3

@@ -103,6 +103,7 @@ def test_some_tokens_of_a_step_have_logits(at):
     close(at.append(TEXT[24:30]), whole()[29:30], 2e-5)
 
 
+@pytest.mark.slow
 def test_a_session_has_each_array_once(at, tmp_path):
     at.append(TEXT[:20])
     snapshot = at.snapshot()

@@ -22,6 +22,7 @@ def test_a_step_enters_no_more_than_it_did(walked, step):
     assert len(found) <= n_files and sum(found.values()) <= n_lines, found
 
 
+@pytest.mark.slow
 def test_the_docs_walk_through_every_file(walked):
     text = (ROOT / "docs" / "concepts.md").read_text().split("## One decode step")[1]
     names = [path.removeprefix("kvrt/") for path in walked["traced"]]

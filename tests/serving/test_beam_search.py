@@ -52,6 +52,7 @@ CASES = list(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_it_is_what_hugging_face_generates(seed):
     """Penalties that favour long texts and short ones; no stop token, and several."""

@@ -47,6 +47,7 @@ def test_generate_takes_a_request_and_streams_it():
     assert found == wanted and len(found) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["paged", "cell"])
 def test_an_ended_sample_keeps_nothing_but_its_tokens(mode):
     at = make("full", mode)

@@ -190,6 +190,7 @@ def test_it_ends_where_it_would_without_drafts(mode):
     assert drafted.stats().drafts["accepted"] > 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_every_token_of_a_round_has_its_logits(mode):
     plain, prompt, rows = make("full", mode), [3, 1, 4, 1, 5], []
@@ -238,6 +239,7 @@ def test_policies_cut_rounds_and_change_no_text(mode, monkeypatch):
     assert drafted.drafts["accepted"] > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_searches_and_who_asks_for_none_are_not_drafted_for(mode):
     drafter = Always([1, 2, 3])
@@ -247,6 +249,7 @@ def test_searches_and_who_asks_for_none_are_not_drafted_for(mode):
     assert drafter.n_asked == 0
 
 
+@pytest.mark.slow
 def test_a_text_that_is_drafted_wrongly_is_drafted_for_less_and_less():
     drafter = Always([31, 31, 31])
     drafted, plain, _ = pair("full", "paged", drafter=drafter)
@@ -284,6 +287,7 @@ def test_drafts_outside_the_vocabulary_are_refused():
     assert len(tokens) > 4 and tokens == text[-len(tokens) :]
 
 
+@pytest.mark.slow
 def test_few_programs_serve_all_rounds():
     drafted, _, _ = pair("full", "paged", drafter=Always([1, 2]))
     rng = np.random.default_rng(0)

@@ -132,6 +132,7 @@ def make_of(model, **sizes):
     return Engine(model, CacheConfig(n_seq_max=4, **sizes), EngineConfig())
 
 
+@pytest.mark.slow
 def test_what_is_cached_already_stays(tmp_path):
     at = computed("full")
     taken = saved(at, tmp_path / "a.kv", TEXT)
@@ -144,6 +145,7 @@ def test_what_is_cached_already_stays(tmp_path):
     assert hit(other)[0] == 40
 
 
+@pytest.mark.slow
 def test_a_running_request_is_saved_as_far_as_it_is(tmp_path):
     at = make("full")
     at.add_request(ask("a", TEXT[:40], 6, salt=b"x"))
@@ -196,6 +198,7 @@ def test_a_runtime_goes_on_from_an_engines_file(tmp_path, mode, kind):
     assert at.token_history()[1].tolist() == TEXT[:60]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "kind"), BOTH)
 def test_an_engine_begins_from_a_runtimes_file(tmp_path, mode, kind):
     at = runtime_of(kind)
@@ -211,6 +214,7 @@ def test_an_engine_begins_from_a_runtimes_file(tmp_path, mode, kind):
     np.testing.assert_allclose(logits, wanted[2], atol=TOLERANCE, rtol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_several_sequences_that_share_a_beginning(tmp_path):
     at = runtime_of("full", n_seq_max=3)
     at.append(TEXT[:24])
@@ -226,6 +230,7 @@ def test_several_sequences_that_share_a_beginning(tmp_path):
         alone.load(at.snapshot(), [1])
 
 
+@pytest.mark.slow
 def test_states_and_windows_come_from_checkpoints_too():
     """45 tokens end within a block; a checkpoint at 32 has the state of a block's end."""
     at = runtime_of("recurrent", n_checkpoints=4, checkpoint_interval=16)

@@ -120,6 +120,7 @@ def test_a_fork_of_what_self_extend_moved_moves_by_itself(kind, mode):
     assert engine.stats().n_extend > 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_a_fork_before_its_source_runs_waits_and_is_computed(mode):
     engine, got = make("full", mode), {}

@@ -90,6 +90,7 @@ def test_what_is_pinned_is_room_that_others_do_not_have(mode):
     assert serve(engine, request)[0]["b", 0] == alone("full", request)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_a_running_request_is_pinned_as_far_as_it_has_come(mode):
     engine, text = make("full", mode), prompt(18)

@@ -142,6 +142,7 @@ def test_what_cannot_be_read_ends_the_request_alone(mode):
     assert ends["ok", 0].error is None and len(out["ok", 0]) == N_PREDICT
 
 
+@pytest.mark.slow
 def test_refused():
     prefix = PrivatePrefix(tokens=tuple(HELD), read=blend)
     for wrong, fields, said in [

@@ -132,6 +132,7 @@ def test_a_policy_moves_keys_and_labels_follow():
     check_labels(engine.device)
 
 
+@pytest.mark.slow
 def test_samples_and_forks_share_what_was_read():
     engine = Engine(MODEL, config_of(SELECTS["quest"]), EngineConfig())
     engine.add_request(Request(id="a", tokens=tuple(TEXTS[1]), n_predict=N_NEW, n=2))

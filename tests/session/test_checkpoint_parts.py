@@ -59,6 +59,7 @@ def test_a_session_resumes_at_its_checkpoints_as_what_saved_it(name, container, 
     assert none.checkpoints() == () and none.seq_pos_max() == 149
 
 
+@pytest.mark.slow
 def test_a_file_without_them_names_none_and_is_read(tmp_path):
     model = MODELS["window"]()
     at = runtime(model, n_checkpoints=0, checkpoint_interval=None)
@@ -79,6 +80,7 @@ def test_a_cut_leaves_those_before_it_and_a_conversion_none():
     assert edit.convert(taken, "f16", "f16").checkpoints == ()
 
 
+@pytest.mark.slow
 def test_a_snapshot_shares_no_memory_with_what_goes_on():
     model = MODELS["recurrent, window"]()
     at = runtime(model)
@@ -140,6 +142,7 @@ def read_as(said, whole):
     codec.from_tensors(found, codec.to_tensors(whole))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_cache_that_kept_all_is_left_out_where_windows_roll():
     model = MODELS["recurrent, window"]()
     at, rolls = runtime(model, swa_full=True), runtime(model)

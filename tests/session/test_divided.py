@@ -84,6 +84,7 @@ def test_without_a_mesh_there_is_nothing_to_divide():
     assert divided_groups(runtime.snapshot(divided=True)) == ()
 
 
+@pytest.mark.slow
 def test_every_damaged_file_is_refused_or_reads_the_same(taken, sound):
     files = [p for p in sorted(sound.rglob("*")) if p.is_file() and p.stat().st_size]
     # The greatest file of each folder: index, cells, Orbax's manifests and arrays.
@@ -104,6 +105,7 @@ def test_every_damaged_file_is_refused_or_reads_the_same(taken, sound):
     assert n_refused >= 3
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_leaves_the_older_session(taken, sound, tmp_path, monkeypatch):
     def refuse(path, tree):
         path.mkdir()

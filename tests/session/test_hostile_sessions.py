@@ -139,12 +139,14 @@ def big_manifest():
     )
 
 
+@pytest.mark.slow
 def test_the_greatest_manifest_fits():
     data = manifest.to_json(big_manifest())
     assert 1_000_000 < len(data) < manifest.MAX_BYTES / 4
     assert manifest.from_json(data).draws[4095].n_drawn == 99_999
 
 
+@pytest.mark.slow
 def test_four_thousand_sequences_come_back(tmp_path):
     path, n = tmp_path / "x.kv", 4096
     number = np.arange(n)

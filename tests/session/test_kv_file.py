@@ -24,6 +24,7 @@ def sound(tmp_path_factory):
     return path.read_bytes(), taken
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     n_cells=st.lists(st.sampled_from([0, 1, 255, 256, 257, 600]), max_size=3),

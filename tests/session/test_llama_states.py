@@ -163,6 +163,7 @@ def test_states_that_are_of_no_such_model(load, change, message):
         )
 
 
+@pytest.mark.slow
 def test_any_damage_is_refused_or_another_sound_file(load):
     at = runtime(n_checkpoints=2, checkpoint_interval=0)
     at.append(IDS)

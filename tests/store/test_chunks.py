@@ -105,6 +105,7 @@ def test_padding_is_skipped_wherever_it_stands():
     assert_alike(index([none] * 12, [none] * 12), 4, 64)
 
 
+@pytest.mark.slow
 def test_a_state_that_another_sequence_has_is_left_as_it_is():
     # A fork: sequence 1 goes on from the state of sequence 0, into one of its own.
     at = index([0, *[2] * 11, 0, *[1] * 9], [*[2] * 12, *[1] * 10])

@@ -113,6 +113,7 @@ PIECES = st.tuples(
 )
 
 
+@pytest.mark.slow
 @given(pieces=st.lists(PIECES, min_size=1, max_size=8), seed=st.integers(0, 3))
 @settings(max_examples=10, deadline=None)
 def test_any_writes_leave_what_the_oracle_has(pieces, seed):
@@ -126,6 +127,7 @@ def test_any_writes_leave_what_the_oracle_has(pieces, seed):
     check(store, oracle)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANNEL_CODECS)
 def test_a_group_that_comes_back_keeps_its_codes(name):
     """Decoded and coded again it is what it was, where no cell of it was written."""

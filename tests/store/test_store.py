@@ -75,6 +75,7 @@ def test_a_new_store_is_zero_and_of_its_types(type_k, type_v):
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(store))
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(data=st.data(), types=st.sampled_from([("f32", "f16"), ("bf16", "f32"), ("f16", "bf16")]))
 def test_writes_replace_their_rows_and_no_other(data, types):
@@ -125,6 +126,7 @@ def moved(store, src, dst, n_moves, size):
     return move(store, padded(src), padded(dst), np.asarray(n_moves, np.int32))
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 999), n_swaps=st.integers(0, 52), kind=st.sampled_from(TYPES))
 def test_swaps_side_by_side_exchange_rows(seed, n_swaps, kind):

@@ -53,6 +53,7 @@ def cells_with(delta):
     return kc.Cells(pos=cells.pos, delta=np.array(delta, np.int32), seqs=cells.seqs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "on"), CASES)
 def test_moved_keys_are_coded_anew_and_no_other_byte_changes(kind, on):
     store, _ = filled(kind, on)

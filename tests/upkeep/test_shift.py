@@ -198,6 +198,7 @@ def drift(kind, n_steps, d):
 BOUNDS = {"f32": (3e-4, 3e-4), "f16": (0.08, 0.004), "bf16": (1.5, 0.03)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BOUNDS)
 def test_a_thousand_moves_of_turned_keys_drift_within_bounds(kind):
     each, once = drift(kind, N_SHIFTS, 1), drift(kind, 1, N_SHIFTS)
