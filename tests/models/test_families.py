@@ -7,6 +7,7 @@ import pytest
 
 from kvrt import CacheConfig, Runtime
 from kvrt_models.load import load
+from tests.marks import full
 
 FOLDERS = sorted(p.parent for p in Path(__file__).parents[1].glob("golden/hf/*/config.json"))
 TOLERANCE = 1e-4
@@ -61,7 +62,7 @@ def test_logits_are_those_of_transformers(folder, case, rope):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 7, 64])
+@pytest.mark.parametrize("size", [1, full(7), 64])
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_pieces_of_any_size_give_the_same_logits(name, size):
     folder = next(f for f in FOLDERS if f.name == name)

@@ -8,7 +8,7 @@ from kvrt_models.load import load
 
 pytestmark = pytest.mark.model
 
-N_PREDICT, GAP = 40, 1e-4
+N_PREDICT, GAP = 64, 1e-4
 PROMPTS = ("1, 2, 3,", "def main():", "Roses are red. Roses are red. Roses", "Once upon a time")
 
 
