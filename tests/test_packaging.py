@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 
 # Run where a package `models` lies that is not ours; prints where each of ours comes from.
@@ -49,7 +51,6 @@ def environment(folder: Path) -> Path:
     return scripts / "python"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["editable", "wheel", "sdist"])
 def test_an_installed_kvrt_is_found_beside_a_strangers_models(tmp_path, kind):
     python = environment(tmp_path / "venv")

@@ -19,6 +19,8 @@ from kvrt.sizes import Extent, StoreSpec
 from kvrt.store import kv as kv_store
 from scripts._lib import chips
 
+pytestmark = pytest.mark.slow
+
 N_KV, D, B, N_BLOCKS = 2, 32, 64, 5
 N = B * N_BLOCKS
 ROPE = RopeSpec(n_rot=D, base=100.0)
@@ -75,7 +77,6 @@ CASES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("type_k", ["kivi4", "kivi2"])
 def test_the_kernel_reads_what_is_quantized_and_the_tail(name, type_k):
@@ -93,7 +94,6 @@ def test_the_kernel_reads_what_is_quantized_and_the_tail(name, type_k):
     assert np.abs(np.asarray(hidden[0]) - np.asarray(wanted[0])).max() > 1e-2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cuda", "rocm"])
 def test_lowers_without_a_gpu(platform):
     case = CASES["prompt, unrotated"]

@@ -15,6 +15,8 @@ from kvrt.store import codec
 from kvrt.store import kv as kv_store
 from tests.interpreted import GPU, TPU
 
+pytestmark = pytest.mark.slow
+
 OPTIMISED = False  # toys: what is compiled runs once
 H, G, D, B = 2, 3, 32, 4
 ROPE = RopeSpec(n_rot=D, base=50.0)
@@ -176,7 +178,6 @@ def small_tiles(monkeypatch):
 KERNELS = [pytest.param(x, marks=pytest.mark.slow) for x in (GPU, TPU)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["chunked", "reference", *KERNELS])
 def test_equals_each_sequence_alone(implementation):
     """No run, runs of some, of several levels; empty lists, a token of padding; with sinks."""
@@ -188,7 +189,6 @@ def test_equals_each_sequence_alone(implementation):
         assert_equal(found, case.by_hand(sinks))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS[1:], ids=lambda m: f"{m.kind}-{m.n_sink}")
 def test_masks_hold_within_what_is_shared(mask):
     case = Case(mask)
@@ -196,7 +196,6 @@ def test_masks_hold_within_what_is_shared(mask):
         assert_equal(case.attended(case.view(runs)), case.by_hand())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "q8_0", "int4", "bf16"])
 def test_quantized_keys_and_values(dtype):
     case = Case(dtype=dtype)
@@ -204,7 +203,6 @@ def test_quantized_keys_and_values(dtype):
         assert_equal(case.attended(case.view(runs)), case.by_hand())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["f32", "int8"])
 def test_keys_that_are_rotated_when_they_are_read(dtype):
     case = Case(dtype=dtype, mode="read")
@@ -212,7 +210,6 @@ def test_keys_that_are_rotated_when_they_are_read(dtype):
         assert_equal(case.attended(case.view(runs)), case.by_hand())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["chunked", KERNELS[0]])
 def test_grouped_positions_reach_what_is_shared(implementation):
     """SelfExtend as in the paper: as without runs, which its own tests judge."""
@@ -226,7 +223,6 @@ def test_grouped_positions_reach_what_is_shared(implementation):
             np.testing.assert_allclose(x, y, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_merging_outputs_without_their_weights_is_seen():
     """The control: the mean of two outputs is not attention over both."""
     case = Case()
@@ -237,7 +233,6 @@ def test_merging_outputs_without_their_weights_is_seen():
     assert np.abs(mean[1:5] - case.by_hand()[0][1:5]).max() > 0.1
 
 
-@pytest.mark.slow
 def test_a_damaged_key_reaches_its_members_alone():
     """What sequences share may be damaged, and what others share with each other is not touched."""
     case = Case()
@@ -249,7 +244,6 @@ def test_a_damaged_key_reaches_its_members_alone():
     np.testing.assert_array_equal(found[others], np.asarray(clean)[others])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_many_sequences_read_runs_a_few_at_a_time(n, monkeypatch):
     """Widths of a run are no shapes: members of one, of two and of all."""

@@ -12,6 +12,8 @@ from kvrt.cellcache import window
 from kvrt.cells.cells import owned
 from kvrt.serving.cache.engine_cells import EngineCells, kept_plan
 
+pytestmark = pytest.mark.slow
+
 MASKS = [MaskSpec(kind="window", size=9), MaskSpec(kind="chunked", size=8)]
 N_DRAFT, N_SEQ = 5, 3
 
@@ -39,7 +41,6 @@ def append(host, ends, tokens, n_kept):
         ends[s] += n_kept[s]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS, ids=lambda m: m.kind)
 def test_the_next_token_finds_its_window_whichever_drafts_were_refused(mask):
     rng = np.random.default_rng(4)

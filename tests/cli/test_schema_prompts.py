@@ -7,6 +7,8 @@ from test_mistakes import fails
 
 from kvrt import session
 
+pytestmark = pytest.mark.slow
+
 LETTER = """
 <schema name="letter">
   the sand
@@ -38,7 +40,6 @@ def modules(kvrt, tiny, schema, tmp_path):
     return path
 
 
-@pytest.mark.slow
 def test_modules_are_served_to_prompts(kvrt, tiny, schema, modules):
     held = modules.read_bytes()
     ask = ["ask", modules, "--schema", schema, "-m", tiny, "-n", 4, "--temp", 0]
@@ -56,7 +57,6 @@ def test_modules_are_served_to_prompts(kvrt, tiny, schema, modules):
     assert sorted(session.read_manifest(modules).n_tokens) == [1, 2]
 
 
-@pytest.mark.slow
 def test_mistakes_with_a_schema(kvrt, tiny, schema, modules, tmp_path):
     held = modules.read_bytes()
     ask = ["ask", modules, "--schema", schema, "-m", tiny]

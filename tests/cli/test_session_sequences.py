@@ -9,6 +9,8 @@ from test_mistakes import fails
 
 from kvrt import session
 
+pytestmark = pytest.mark.slow
+
 
 def told(done) -> dict:
     assert done.code == 0, done.err
@@ -36,7 +38,6 @@ def rows(path, seq):
     return held[:2].tolist(), k[:, mine].tobytes()
 
 
-@pytest.mark.slow
 def test_several_sequences_are_listed_and_one_has_to_be_named(go, kvrt, tiny, two):
     data = two.read_bytes()
     n = session.read_manifest(two).n_tokens
@@ -54,7 +55,6 @@ def test_several_sequences_are_listed_and_one_has_to_be_named(go, kvrt, tiny, tw
     assert two.read_bytes() == data
 
 
-@pytest.mark.slow
 def test_a_sequence_goes_on_and_the_other_stays(go, kvrt, tiny, book, two):
     other = rows(two, 5)
     words = ["--session", two, "--session_all", "--json", "-n", 6]
@@ -75,7 +75,6 @@ def test_a_sequence_goes_on_and_the_other_stays(go, kvrt, tiny, book, two):
     assert plan["n_reused"] > 5
 
 
-@pytest.mark.slow
 def test_another_sequence_begins_beside_them(go, two):
     before = {s: rows(two, s) for s in (3, 5)}
     done = go("--session", two, "--seq", 0, "-n", 1)
@@ -84,7 +83,6 @@ def test_another_sequence_begins_beside_them(go, two):
     assert {s: rows(two, s) for s in (3, 5)} == before
 
 
-@pytest.mark.slow
 def test_a_sequence_that_would_lose_its_text_is_refused_and_kept(go, two, tmp_path):
     ids = tmp_path / "ids.json"
     ids.write_text(json.dumps([i % 250 for i in range(100)]))

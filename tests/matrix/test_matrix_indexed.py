@@ -5,14 +5,14 @@ import pytest
 from tests.matrix.indexed import INDEXED, NOT_INDEXED
 from tests.matrix.judged import assert_equal, refused
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 @pytest.mark.parametrize("cell", INDEXED, ids=str)
 def test_a_cell_with_an_indexer_is_equal_to_its_oracle(cell):
     assert_equal(cell)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("says", NOT_INDEXED)
 def test_a_cell_is_refused_with_reason_and_remedy(says):
     refused(NOT_INDEXED[says], says)

@@ -20,6 +20,8 @@ from paged_cases import Cache, chunked, full, state, window
 from kvrt.errors import BadRange, CacheFull, CannotRewind, UsageError
 from kvrt.paged.layout.spec import PagedGroup
 
+pytestmark = pytest.mark.slow
+
 N_CTX, CHUNK = 48, 12
 SHARED = PagedGroup(kind="shared", layers=(9,), block_size=4, target=0)
 
@@ -383,11 +385,9 @@ def run(n, **rest):
     )
 
 
-@pytest.mark.slow
 def test_a_few_histories():
     run(5, derandomize=True)
 
 
-@pytest.mark.slow
 def test_many_histories(budget):
     run(budget(25, 60))

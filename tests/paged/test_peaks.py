@@ -11,10 +11,11 @@ from kvrt.paged.manager import BlockManager
 from kvrt.paged.pool import BlockPool
 from kvrt.paged.rules import BlockRules
 
+pytestmark = pytest.mark.slow
+
 SIZES = st.integers(1, 60)
 
 
-@pytest.mark.slow
 @settings(max_examples=150)
 @given(
     window=SIZES,

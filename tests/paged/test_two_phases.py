@@ -12,6 +12,8 @@ from kvrt.paged.tiers.host import HostTier
 from kvrt.paged.tiers.index import TierIndex
 from kvrt.paged.tiers.tiering import Tiering
 
+pytestmark = pytest.mark.slow
+
 N_BLOCKS, SHAPE = 16, (2, 3, 8)  # layers, heads, channels
 N_BYTES = 4 * 2 * 3 * 8
 
@@ -50,7 +52,6 @@ class Device:
         self.pool = scatter(self.pool, where, padded)
 
 
-@pytest.mark.slow
 def test_what_was_gathered_survives_the_next_step():
     device = Device()
     host = HostTier(TierIndex(8), N_BYTES)

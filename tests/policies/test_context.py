@@ -12,6 +12,8 @@ from kvrt.cellcache.room import plan_room
 from kvrt.policies import AttentionSinks, ContextShift, PolicyContext
 from kvrt.policies.context import n_at_once
 
+pytestmark = pytest.mark.slow
+
 KEPT, SOME = st.integers(0, 12), st.integers(1, 9)
 SHIFTS = st.builds(ContextShift, n_keep=KEPT, n_discard=st.none() | SOME)
 SINKS = st.builds(
@@ -47,7 +49,6 @@ class Cells:
         host.append(slots, pos, np.zeros(n, np.int32))
 
 
-@pytest.mark.slow
 @example(policy=ContextShift(), n_ctx=8, n_step=8, n_prompt=16, n_more=0, requantizes=False)
 @example(policy=ContextShift(n_keep=3), n_ctx=8, n_step=4, n_prompt=16, n_more=9, requantizes=False)
 @given(
@@ -83,7 +84,6 @@ def test_drops_are_those_of_the_cells(policy, n_ctx, n_step, n_prompt, n_more, r
     assert {drop for _, drop in drops} == {drop for _, drop in events}
 
 
-@pytest.mark.slow
 def test_a_prompt_beyond_the_context_in_steps_as_long_as_it():
     """Halves leave one token, so that a step of all cells but the last never fits beside it."""
     config = CacheConfig(n_ctx=8, block_size=8, n_ubatch=8)

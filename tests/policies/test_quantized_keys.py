@@ -9,6 +9,8 @@ from kvrt import AttentionSinks, CacheConfig, ContextShift, GroupSpec, RopeSpec,
 from kvrt import cells as kc
 from kvrt.store import kv as kv_store
 
+pytestmark = pytest.mark.slow
+
 D, N_SINK = 32, 4
 GROUP = GroupSpec(layers=(0,), n_kv_heads=2, head_dim=D, rope=RopeSpec(n_rot=D))
 MODEL = RowModel(n_vocab=256, n_heads=2, head_dim=D, group=GROUP)
@@ -54,7 +56,6 @@ def evicted(at, n_window, n):
     return before, error(at)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_evictions_of_quantized_keys_are_batched(kind):
     """The bound on the error, and the bounds on the cells held, of a window of 32."""
@@ -65,7 +66,6 @@ def test_evictions_of_quantized_keys_are_batched(kind):
     assert at.stats().n_kshift == len(at.stats().drops) == 13
 
 
-@pytest.mark.slow
 def test_evictions_of_exact_keys_stay_single():
     for kind, mode in (("f32", "write"), ("int8", "read")):
         at = runtime(kind, 32, mode)
@@ -75,7 +75,6 @@ def test_evictions_of_exact_keys_stay_single():
         assert after < 1.2 * before + 1e-5
 
 
-@pytest.mark.slow
 def test_every_policy_and_way_in_batches():
     for policy in (None, ContextShift(n_keep=N_SINK, n_discard=1)):
         ends = []
@@ -100,7 +99,6 @@ def test_every_policy_and_way_in_batches():
         assert [t.id for t in single.generate(200)] == written
 
 
-@pytest.mark.slow
 def test_the_bound_holds_after_a_thousand_tokens(monkeypatch):
     """And what it keeps away: int4 keys whose neighbours go one at a time are noise."""
     before, after = evicted(runtime("int4", 256), 256, 1000)

@@ -21,6 +21,8 @@ from kvrt.sizes import extent
 from kvrt.store import kv as kv_store
 from kvrt.upkeep import shift
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 N_CTX, N_KEEP = 20, 2
 SEEDED = Sampling(temp=0.9, top_k=30, top_p=0.95, min_p=0.01, repeat_penalty=1.2, seed=7)
@@ -64,7 +66,6 @@ def by_decode(runtime, n, sampling, recent=()):
     return out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [Sampling(), SEEDED], ids=["greedy", "seeded"])
 def test_every_stride_draws_the_same_tokens(fresh, sampling):
     def run(stride):
@@ -87,7 +88,6 @@ def test_every_stride_draws_the_same_tokens(fresh, sampling):
     assert fresh.cells.pos.tolist() == one[1].pos.tolist() == eight[1].pos.tolist()
 
 
-@pytest.mark.slow
 def test_another_seed_draws_other_tokens(fresh):
     first = text(fresh, 12, sampling=SEEDED)
     fresh.clear()
@@ -95,7 +95,6 @@ def test_another_seed_draws_other_tokens(fresh):
     assert text(fresh, 12, sampling=dataclasses.replace(SEEDED, seed=8)) != first
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stride", [1, 8])
 def test_a_stop_token_ends_the_run_within_a_stride(fresh, stride):
     whole = text(fresh, 16, sampling=SEEDED)
@@ -114,7 +113,6 @@ def test_a_stop_token_ends_the_run_within_a_stride(fresh, stride):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.slow
 def test_several_sequences_in_one_step_equal_separate_runs(runtime):
     prompts = {0: PROMPT, 1: PROMPT[:3], 2: [7, 7]}
 
@@ -134,7 +132,6 @@ def test_several_sequences_in_one_step_equal_separate_runs(runtime):
             allclose(logits, separate[seq][i])
 
 
-@pytest.mark.slow
 def test_a_run_of_two_sequences_equals_separate_runs(model, runtime):
     prompts = {0: PROMPT, 2: PROMPT[:3]}
 
@@ -230,7 +227,6 @@ def whole_loop(model, prompt, n, config):
     return out, n_shift, cache
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["write", "read"])
 def test_two_context_shifts_inside_one_jit(mode):
     model = ToyLm()

@@ -6,6 +6,8 @@ from toys import ToyLm
 
 from kvrt import CacheConfig, Runtime
 
+pytestmark = pytest.mark.slow
+
 OPTIMISED = True  # see conftest.py: the operations are those of the real programs
 N_LAYERS = (2, 4)
 
@@ -25,7 +27,6 @@ def texts():
     return found
 
 
-@pytest.mark.slow
 def test_a_layer_has_few_operations_and_copies(texts):
     few, many = map(hlo.executed, texts)
     n = N_LAYERS[1] - N_LAYERS[0]
@@ -36,6 +37,5 @@ def test_a_layer_has_few_operations_and_copies(texts):
     assert copies <= MOST_COPIES
 
 
-@pytest.mark.slow
 def test_cosines_are_made_once_a_step(texts):
     assert [text.count(" cosine(") for text in texts] == [1, 1]

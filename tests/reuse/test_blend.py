@@ -174,8 +174,8 @@ def placed(model, ids, config):
     [
         ("f32", "write"),
         full("bf16", "read"),
-        ("int8", "read"),
-        full("q8_0", "read"),
+        full("int8", "write"),
+        ("q8_0", "read"),
         full("int4", "write"),
     ],
 )

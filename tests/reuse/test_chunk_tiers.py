@@ -9,6 +9,8 @@ from toys import ToyLm
 from kvrt import BlendSpec, CacheConfig, Engine, EngineConfig, Request, Rules, Runtime, TierConfig
 from kvrt.errors import SessionMismatch, UsageError
 
+pytestmark = pytest.mark.slow
+
 B, LEAD = 4, [1]
 CHUNKS = [list(range(5, 26)), list(range(30, 47))]  # of 22 and 18 tokens with the lead
 CONFIG = CacheConfig(n_ctx=64, n_seq_max=3, n_ubatch=16, block_size=B)
@@ -35,7 +37,6 @@ def settle(engine):
     engine.space.begin_step()
 
 
-@pytest.mark.slow
 def test_a_chunk_that_left_the_device_is_found_in_the_tiers_and_its_rest_computed(monkeypatch):
     model = ToyLm(n_layers=4)
     at, rng = runtime_of(model), np.random.default_rng(0)
@@ -68,7 +69,6 @@ def test_a_chunk_that_left_the_device_is_found_in_the_tiers_and_its_rest_compute
     np.testing.assert_allclose(found.logits, wanted.logits, atol=2e-3, rtol=0)
 
 
-@pytest.mark.slow
 def test_what_was_not_computed_alone_is_computed_anew():
     """Behind other text, moved, or approximate: none of it is taken for the chunk's."""
     model = ToyLm(n_layers=4)

@@ -10,6 +10,8 @@ from kvrt import BlendSpec, CacheConfig, Engine, EngineConfig, PromptCache, Requ
 from kvrt import session as sessions
 from kvrt.reuse.schema import lay_out, read_schema
 
+pytestmark = pytest.mark.slow
+
 B, LEAD = 4, [1]
 CONFIG = CacheConfig(n_ctx=128, n_seq_max=4, n_ubatch=16, block_size=32)
 A, SECOND = list(range(5, 26)), list(range(30, 47))
@@ -43,7 +45,6 @@ def served(at):
     cache.serve(0, ["one", "two"], [60, 61, 62, 63, 62, 61])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("make", "n_exact"), [(blended, 22), (moved, 25), (served, 5)])
 def test_only_what_a_prompt_would_compute_is_found_again(make, n_exact, tmp_path):
     at = Runtime(model(), CONFIG)

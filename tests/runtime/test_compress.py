@@ -11,6 +11,8 @@ from kvrt.policies.scored import H2O, SnapKV
 from kvrt.runtime.compress import compress_prompt
 from tests.toys import ToyLm
 
+pytestmark = pytest.mark.slow
+
 CONFIG = CacheConfig(n_ctx=128, n_ubatch=32, n_seq_max=2, block_size=16)
 TEXT = [int(x) for x in np.random.default_rng(7).integers(0, 64, 100)]
 POLICIES = {
@@ -21,7 +23,6 @@ POLICIES = {
 WINDOW = [MaskSpec(), MaskSpec(kind="window", size=8)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 def test_it_keeps_what_one_eviction_at_the_end_keeps(name):
     """The reference has slots for the whole prompt, and goes on in them."""
@@ -46,7 +47,6 @@ def test_it_keeps_what_one_eviction_at_the_end_keeps(name):
     assert runtime.seq_pos_max(1) == 8
 
 
-@pytest.mark.slow
 def test_what_it_takes_at_its_peak_and_what_stays():
     runtime = Runtime(ToyLm(), CONFIG, policy=POLICIES["h2o"])
     found = compress_prompt(runtime, TEXT)
@@ -56,7 +56,6 @@ def test_what_it_takes_at_its_peak_and_what_stays():
     assert found.cache_bytes == 2 * (28 * one + 8)
 
 
-@pytest.mark.slow
 def test_a_progress_that_raises_leaves_nothing_of_the_prompt():
     runtime, done = Runtime(ToyLm(), CONFIG, policy=POLICIES["h2o"]), []
 
@@ -72,7 +71,6 @@ def test_a_progress_that_raises_leaves_nothing_of_the_prompt():
     assert runtime.seq_pos_max(1) == 99
 
 
-@pytest.mark.slow
 def test_a_prompt_that_fits_is_only_read():
     runtime = Runtime(ToyLm(), CONFIG, policy=POLICIES["h2o"])
     found = compress_prompt(runtime, TEXT[:27])
@@ -80,7 +78,6 @@ def test_a_prompt_that_fits_is_only_read():
     assert len(runtime.kept_positions()[0][0]) == 27
 
 
-@pytest.mark.slow
 def test_what_cannot_be_compressed_is_refused_in_one_line():
     pyramid = H2O(budget=20, interval=8, n_recent=2, pyramid=1.5)
     full = Runtime(ToyLm(), CONFIG, policy=POLICIES["h2o"])

@@ -7,6 +7,8 @@ from toys import DeltaLm
 from kvrt import CacheConfig, Runtime
 from tests.serving import engines
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 1e-5
 TEXT = [(7 * i + i // 5) % 32 for i in range(90)]
 
@@ -32,7 +34,6 @@ def assert_near(a, b):
     assert worst < TOLERANCE * max(1.0, float(np.abs(np.asarray(b)).max()))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("n_rs_seq", [0, 6])
 def test_parts_of_any_size_are_single_steps(n_rs_seq):
     one = read(runtime(), [1] * 90)
@@ -40,7 +41,6 @@ def test_parts_of_any_size_are_single_steps(n_rs_seq):
     assert_near(read(runtime(n_rs_seq=n_rs_seq), [41, 29], 20), one)
 
 
-@pytest.mark.slow
 def test_a_rollback_into_a_prompt_continues_as_if_nothing_had_been():
     at, fresh = runtime(n_rs_seq=6), runtime()
     at.append(TEXT[:60])
@@ -49,7 +49,6 @@ def test_a_rollback_into_a_prompt_continues_as_if_nothing_had_been():
     assert_near(at.append(TEXT[60:80])[0], fresh.append(TEXT[:55] + TEXT[60:80])[0])
 
 
-@pytest.mark.slow
 def test_a_probe_changes_nothing_and_sees_the_same():
     at = runtime()
     at.append(TEXT[:50])
@@ -57,7 +56,6 @@ def test_a_probe_changes_nothing_and_sees_the_same():
     assert_near(at.append(TEXT[50:], out_ids=range(40)), probed)
 
 
-@pytest.mark.slow
 def test_a_fork_and_its_source_go_on_each_for_itself():
     at, fresh = runtime(), runtime()
     at.append(TEXT[:40])
@@ -66,7 +64,6 @@ def test_a_fork_and_its_source_go_on_each_for_itself():
     assert_near(at.append(TEXT[40:])[0], fresh.append(TEXT)[0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["cell", "paged"])
 def test_an_engine_gives_what_a_runtime_gives(mode):
     prompts = [TEXT[:50], TEXT[3:12], TEXT[:49] + TEXT[60:80]]

@@ -8,6 +8,8 @@ from toys import HybridLm, ToyLm
 from kvrt import CacheConfig, DraftModel, Runtime, Sampling, Speculation
 from kvrt.errors import BadConfig
 
+pytestmark = pytest.mark.slow
+
 PROMPT, N, N_DRAFT = [3, 1, 4, 1, 5, 9, 2, 6], 40, 5
 LIVELY = Sampling(temp=0.9, top_k=20, repeat_penalty=1.2, repeat_last_n=16, seed=11)
 
@@ -27,7 +29,6 @@ def text(at, spec=None, sampling=LIVELY):
     return tokens, after.n_accepted - before.n_accepted, after.n_drafted - before.n_drafted
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [Sampling(temp=0.0), LIVELY], ids=["greedy", "sampled"])
 def test_a_model_drafts_for_itself_what_it_says(sampling):
     at = runtime("full")
@@ -40,7 +41,6 @@ def test_a_model_drafts_for_itself_what_it_says(sampling):
     assert n_accepted == n_drafted > N // 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "n_rs_seq"), [("full", 0), ("hybrid", N_DRAFT + 1), ("hybrid", 0)]
 )
@@ -53,7 +53,6 @@ def test_another_model_changes_no_text(kind, n_rs_seq):
     assert found == plain and 0 <= n_accepted < n_drafted
 
 
-@pytest.mark.slow
 def test_a_text_that_outgrows_the_drafter_goes_on_without():
     at, other = runtime("full"), runtime("full", 7, n_ctx=24)
     other.clear()
@@ -61,7 +60,6 @@ def test_a_text_that_outgrows_the_drafter_goes_on_without():
     assert text(at, spec)[0] == text(at)[0]
 
 
-@pytest.mark.slow
 def test_another_vocabulary_is_refused():
     other = Runtime(ToyLm(n_vocab=40), CacheConfig(n_ctx=64, n_ubatch=16, block_size=8))
     at = runtime("full")

@@ -8,6 +8,8 @@ from toys import HybridLm, ToyLm, allclose
 from kvrt import AttentionSinks, CacheConfig, ContextShift, MaskSpec, Runtime, SelfExtend
 from kvrt.errors import BadConfig, CannotRewind
 
+pytestmark = pytest.mark.slow
+
 WINDOW, CHUNKS = MaskSpec(kind="window", size=12), MaskSpec(kind="chunked", size=16)
 TEXT = [(7 * i + i // 5) % 32 for i in range(150)]
 
@@ -46,7 +48,6 @@ def read_at_once(request):
     return model, logits(at, len(TEXT))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["write", "read"])
 def test_pieces_of_any_size_give_the_same(read_at_once, mode):
     model, expected = read_at_once
@@ -59,7 +60,6 @@ def test_pieces_of_any_size_give_the_same(read_at_once, mode):
     )
 
 
-@pytest.mark.slow
 @every_model
 def test_generation_is_the_same_in_runs_of_any_length(name):
     model = MODELS[name]()
@@ -87,7 +87,6 @@ def _after(full, ids, n):
     return full.append(ids[: n + 3])
 
 
-@pytest.mark.slow
 @every_model
 def test_two_sequences_share_a_beginning_and_part(name):
     model = MODELS[name]()
@@ -103,7 +102,6 @@ def test_two_sequences_share_a_beginning_and_part(name):
         allclose(out[seq], alone.append(end)[0], 1e-4)
 
 
-@pytest.mark.slow
 @every_model
 def test_a_probe_changes_nothing(name):
     at = runtime(MODELS[name]())
@@ -114,7 +112,6 @@ def test_a_probe_changes_nothing(name):
     assert at.probe(TEXT[:3], 1).shape[0] == 3
 
 
-@pytest.mark.slow
 @every_model
 def test_cutting_back_is_exact_or_refused(name):
     model = MODELS[name]()
@@ -147,7 +144,6 @@ def test_cutting_back_is_exact_or_refused(name):
     allclose(at.append(TEXT[:9]), full.append(TEXT[:9]), 1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["window", "chunked"])
 def test_a_context_shift_on_small_windows_equals_full_ones(name):
     texts = []
@@ -160,7 +156,6 @@ def test_a_context_shift_on_small_windows_equals_full_ones(name):
     assert texts[0] == texts[1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mask", ["window", "chunked"])
 def test_a_shift_that_leaves_less_than_a_window_equals_one_that_keeps_all(mask):
     """30 of 60 go at once behind the sinks: the window of 40 sees the sinks again, still there."""
@@ -177,7 +172,6 @@ def test_a_shift_that_leaves_less_than_a_window_equals_one_that_keeps_all(mask):
     allclose(np.stack(found[0]), np.stack(found[1]), 1e-4)
 
 
-@pytest.mark.slow
 def test_recurrent_layers_take_no_policy_and_no_moves():
     with pytest.raises(BadConfig, match="the state of recurrent layers cannot forget"):
         Runtime(HybridLm(), CacheConfig(n_ctx=64), policy=ContextShift())
@@ -192,7 +186,6 @@ def test_recurrent_layers_take_no_policy_and_no_moves():
     assert at.seq_pos_max() == 19 and not at.group_cells[0].delta.any()
 
 
-@pytest.mark.slow
 def test_self_extend_moves_a_hybrids_positions_and_leaves_its_newest_state():
     """States have no positions; a round takes older ones, and the checkpoints behind it, away."""
     sizes = dict(n_ctx=96, n_ubatch=8, n_rs_seq=3, n_checkpoints=4, checkpoint_interval=0)
@@ -214,7 +207,6 @@ def test_self_extend_moves_a_hybrids_positions_and_leaves_its_newest_state():
     assert [t.id for t in at.generate(30)] == [t.id for t in wanted.generate(30)]
 
 
-@pytest.mark.slow
 def test_a_text_of_any_length_runs_where_no_layer_keeps_all():
     for name in ("windows alone", "recurrent alone"):
         at = runtime(MODELS[name](), n_ctx=64, n_seq_max=1)
@@ -225,7 +217,6 @@ def test_a_text_of_any_length_runs_where_no_layer_keeps_all():
         assert at.stats().cache_bytes == n_bytes and at.n_free == 2**31 - 1
 
 
-@pytest.mark.slow
 def test_nothing_is_copied_and_nothing_compiles_anew():
     at = runtime(HybridLm(mask=WINDOW), n_seq_max=1)
     at.append(TEXT[:33])
@@ -240,7 +231,6 @@ def test_nothing_is_copied_and_nothing_compiles_anew():
             assert memory.alias_size_in_bytes >= at.stats().cache_bytes, key
 
 
-@pytest.mark.slow
 def test_released_states_and_rows_are_scrubbed():
     at = runtime(HybridLm(mask=WINDOW))
     at.append(TEXT[:40])

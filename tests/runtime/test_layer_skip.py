@@ -23,10 +23,10 @@ from kvrt import CacheConfig, GenerationSpec, LayerSkip, MaskSpec, Runtime, Samp
 from kvrt.cells.cells import owned
 from kvrt.errors import BadConfig
 from kvrt.store.kv import read_kv
+from tests.marks import first_fast
 from tests.sharedlm import CLA2, SharedLm
 
 EXIT = {"shared": 2}
-QUICK = {"full"}
 EXACT = [k for k in KINDS if k not in ("shared windows", "delta") and "recurrent" not in k]
 EXACT = [k for k in EXACT if "hybrid" not in k]
 
@@ -61,9 +61,7 @@ def same_cells(runtime):
         np.testing.assert_array_equal(np.asarray(device.seqs)[:n], host.seqs)
 
 
-@pytest.mark.parametrize(
-    "kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in EXACT]
-)
+@pytest.mark.parametrize("kind", first_fast(EXACT))
 def test_text_and_cache_are_those_of_plain_decoding(kind):
     drafted = build(kind)
     drafted_like(build(kind), drafted, EXIT.get(kind, 1))

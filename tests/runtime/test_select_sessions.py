@@ -9,6 +9,8 @@ from kvrt.serving.sessions.prefix import SessionPrefix
 from kvrt.session.change.sequences import with_sequence
 from tests.toys import ToyLm
 
+pytestmark = pytest.mark.slow
+
 TOKENS = np.random.default_rng(0).integers(0, 64, 400).tolist()
 QUEST = Quest(n_cells=64, n_dense=1, n_sink=1, n_recent=8)
 BY_CELL = DoubleSparsity(
@@ -22,7 +24,6 @@ def runtime_of(select):
     return Runtime(MODEL, config)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("n_other", [0, 5], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize("select", [QUEST, BY_CELL], ids=["units", "cells"])
 def test_the_first_token_that_is_not_exact_is_the_first_that_differs(select, n_other):
@@ -39,7 +40,6 @@ def test_the_first_token_that_is_not_exact_is_the_first_that_differs(select, n_o
     assert both[1].n_exact(1) == found[0] and both[0].n_exact(1) is None
 
 
-@pytest.mark.slow
 def test_runs_on_the_device_say_what_single_steps_say():
     one, many = runtime_of(QUEST), runtime_of(QUEST)
     for runtime, stride in ((one, 1), (many, 16)):
@@ -52,7 +52,6 @@ def test_runs_on_the_device_say_what_single_steps_say():
     assert many.n_exact() is None, "a prompt reads all"
 
 
-@pytest.mark.slow
 def test_a_session_says_it_and_goes_on_saying_it(tmp_path):
     runtime = runtime_of(QUEST)
     runtime.prefill(TOKENS[:60])
@@ -75,6 +74,5 @@ def test_a_session_says_it_and_goes_on_saying_it(tmp_path):
     assert joined.select == QUEST.said
 
 
-@pytest.mark.slow
 def test_channels_are_told_by_their_number():
     assert BY_CELL.said["channels"] == 2

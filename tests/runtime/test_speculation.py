@@ -26,7 +26,7 @@ from kvrt.errors import BadConfig, BadToken, CacheFull
 from kvrt.store.kv import read_kv
 from tests.indexedlm import IndexedLm
 from tests.latentlm import LatentLm
-from tests.marks import first_fast
+from tests.marks import first_fast, slow
 from tests.sharedlm import CLA2, SharedLm
 
 N_VOCAB, N_DRAFT, PROMPT = 32, 5, [3, 1, 4, 1, 5, 9, 2, 6]
@@ -137,9 +137,7 @@ def differs(kind, tolerance=5e-5, **options):
     return drafted
 
 
-@pytest.mark.parametrize(
-    "kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
-)
+@pytest.mark.parametrize("kind", [k if k in QUICK else slow(k) for k in KINDS])
 def test_text_and_cache_are_those_of_plain_decoding(kind):
     drafted = differs(kind)
     assert [k for k in drafted.programs.compiled() if k[0] == "verify"] == [

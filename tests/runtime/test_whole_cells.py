@@ -8,6 +8,8 @@ from kvrt.errors import BadConfig, CannotRewind, UsageError
 from tests.policies.plainscored import rotation, softmax
 from tests.toys import RowModel, ToyLm, tables
 
+pytestmark = pytest.mark.slow
+
 D, N, N_LAYERS = 8, 40, 2
 TEXT = np.random.default_rng(3).integers(0, 32, N).tolist()
 CONFIG = CacheConfig(n_ctx=96, n_ubatch=32, block_size=16, n_seq_max=2)
@@ -37,7 +39,6 @@ def stays(model, text, pos, n_keep, *, window, n_sink):
     return sorted(np.asarray(pos)[np.argsort(-worth, kind="stable")[:n_keep]].tolist())
 
 
-@pytest.mark.slow
 def test_the_same_tokens_stay_as_by_hand_and_nothing_else_changes():
     """A second eviction looks at what the first left; another sequence keeps what was shared."""
     model = RowModel(masks=[MaskSpec()] * (N_LAYERS - 1))
@@ -63,7 +64,6 @@ def test_the_same_tokens_stay_as_by_hand_and_nothing_else_changes():
     assert runtime.stats().cells_used == 15
 
 
-@pytest.mark.slow
 def test_a_session_goes_on_with_what_was_left(tmp_path):
     runtime, other = (Runtime(ToyLm(), CONFIG) for _ in range(2))
     runtime.prefill(TEXT[:32])
@@ -75,7 +75,6 @@ def test_a_session_goes_on_with_what_was_left(tmp_path):
     assert "whole_cells" not in programs and runtime.evict_cells(0, 60).size == 0
 
 
-@pytest.mark.slow
 def test_what_does_not_fit_is_refused_in_one_line():
     windows = ToyLm(masks=[MaskSpec(), MaskSpec(kind="window", size=8)])
     blocks = Runtime(ToyLm(), CONFIG)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import json
@@ -23,7 +25,6 @@ for kernel in gpu_code.kernels(aot.kernel_alone("pallas_gpu", 64, "bf16")):
 """
 
 
-@pytest.mark.slow
 def test_a_decoded_token_has_a_kernel_that_reads_and_one_that_ends():
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", PROGRAM]

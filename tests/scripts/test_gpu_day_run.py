@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "scripts.gpu_day", "--smoke", "--out"]
 
@@ -21,7 +23,6 @@ def cells(path):
     return [x for x in map(json.loads, whole) if "cell" in x]
 
 
-@pytest.mark.slow
 def test_a_killed_day_is_resumed(tmp_path, budget):
     results = tmp_path / "results.jsonl"
     # Decode and prefill, in two of whose cells all kernels are interpreted, take longest.
@@ -58,7 +59,6 @@ def test_a_killed_day_is_resumed(tmp_path, budget):
     assert "tiles.json" in os.listdir(tmp_path)
 
 
-@pytest.mark.slow
 def test_a_cpu_is_refused(tmp_path):
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
     command = [x for x in COMMAND if x != "--smoke"]

@@ -5,6 +5,8 @@ from importgraph import ROOT
 
 from scripts import walk
 
+pytestmark = pytest.mark.slow
+
 # Files, and about how many lines of the functions entered. These may only shrink.
 LIMITS = {"warm": (15, 470), "traced": (32, 1316)}
 
@@ -14,7 +16,6 @@ def walked():
     return walk.walked()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("step", LIMITS)
 def test_a_step_enters_no_more_than_it_did(walked, step):
     n_files, n_lines = LIMITS[step]
@@ -22,7 +23,6 @@ def test_a_step_enters_no_more_than_it_did(walked, step):
     assert len(found) <= n_files and sum(found.values()) <= n_lines, found
 
 
-@pytest.mark.slow
 def test_the_docs_walk_through_every_file(walked):
     text = (ROOT / "docs" / "concepts.md").read_text().split("## One decode step")[1]
     names = [path.removeprefix("kvrt/") for path in walked["traced"]]

@@ -71,8 +71,6 @@ def engine(kind, mode):
     """One that tests share: with nothing left to do it is as good as new, but for blocks' prefixes.
 
     Where cells are kept later ones lie elsewhere, and a sum over their blocks rounds otherwise.
-    Its programs are as the first module that asked had them compiled: a module with OPTIMISED
-    makes its own.
     """
     return make(kind, mode, prefix_cache=mode == "paged")
 

@@ -10,6 +10,8 @@ import pytest
 
 from tests.serving.engines import B, ask, make
 
+pytestmark = pytest.mark.slow
+
 N = 4
 
 
@@ -31,7 +33,6 @@ def drawn(seed, n):
     return np.random.default_rng(seed).integers(0, 32, n).tolist()
 
 
-@pytest.mark.slow
 def test_a_shared_system_prompt_saves_53_percent_of_blocks():
     """5 blocks of a system prompt, 2 of one's own: 4 x 7 = 28 in the tables, 5 + 4 x 2 = 13."""
     system = drawn(0, 5 * B)
@@ -40,7 +41,6 @@ def test_a_shared_system_prompt_saves_53_percent_of_blocks():
     assert 1 - held / named == pytest.approx(0.53, abs=0.01)
 
 
-@pytest.mark.slow
 def test_samples_of_one_prompt_save_55_percent_so_that_2_2_times_as_many_fit():
     """11 blocks of a prompt, 4 sampled: 4 x 15 = 60 in the tables, 11 + 4 x 4 = 27."""
     held, named = held_after([ask("a", drawn(1, 11 * B), 4 * B + 2, n=N)], 3 * B + 2)

@@ -5,6 +5,8 @@ import pytest
 
 from tests.serving.engines import B, ask, drawn, make, served
 
+pytestmark = pytest.mark.slow
+
 
 def n_blocks_read(engine):
     """By running sample, blocks that its next token reads, and the fewest that hold its tokens."""
@@ -22,7 +24,6 @@ def assert_homes_are_of_those_who_run(engine):
         assert homes.max() <= group.extent.n_cells
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("prefixes", [True, False])
 def test_sequences_that_grow_together_read_their_own_blocks(prefixes):
     engine = make("full", "cell", prefix_cache=prefixes)
@@ -36,7 +37,6 @@ def test_sequences_that_grow_together_read_their_own_blocks(prefixes):
     served(engine, asked, after_step=check)
 
 
-@pytest.mark.slow
 def test_kept_sequences_make_way_for_whole_blocks_and_no_more_than_that():
     engine, rng = make("full", "cell", n_ctx=400), np.random.default_rng(1)
     excess, n_kept = [], []
@@ -57,7 +57,6 @@ def test_kept_sequences_make_way_for_whole_blocks_and_no_more_than_that():
     assert np.mean(n_kept[len(n_kept) // 2 :]) > 100
 
 
-@pytest.mark.slow
 def test_a_cache_fills_to_its_last_cell():
     engine, most = make("full", "cell", n_ctx=40, prefix_cache=False), []
 

@@ -3,24 +3,16 @@
 Steps of other tokens round otherwise, so what is compared is computed in steps that are cut alike.
 """
 
-import functools
-
 import numpy as np
 import pytest
 
 from kvrt.errors import BadConfig
 from tests.marks import full, slow
-from tests.serving.engines import N_BATCH, ask, make, one, run
+from tests.serving.engines import N_BATCH, ask, engine, make, one, run
 
 pytestmark = pytest.mark.slow
 OPTIMISED = True
 KINDS = ["full", "window", full("chunked"), "recurrent"]
-
-
-@functools.cache
-def engine(kind, mode):
-    """One that these tests share; other modules' are compiled without optimisation."""
-    return make(kind, mode, prefix_cache=mode == "paged")
 
 
 def assert_same(a, b):

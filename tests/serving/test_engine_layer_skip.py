@@ -13,6 +13,8 @@ from tests.serving.soundcells import assert_sound
 from tests.serving.test_engine_drafts import SAMPLED, never_backs_off, texts_of
 from tests.toys import ToyLm
 
+pytestmark = pytest.mark.slow
+
 N_DRAFT = 3
 SPEC = Speculation(drafter=LayerSkip(exit_layer=1), n_draft=N_DRAFT)
 # Also equal: full, chunked, sinks, latent and ropes, and each of these in the other mode.
@@ -36,7 +38,6 @@ def check_same(both, requests, each=lambda out: None):
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "mode"), KINDS)
 def test_text_is_that_without_drafts(kind, mode, monkeypatch):
     """Several requests a step, some without drafts, refused at every index, and hits on those."""
@@ -64,7 +65,6 @@ def test_text_is_that_without_drafts(kind, mode, monkeypatch):
     assert stats.n_steps < both[1].stats().n_steps
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_samples_penalties_and_stop_ids_are_those_of_single_steps(mode, monkeypatch):
     """Nothing behind a stop id is sampled, though the first layers may draft beyond it."""
@@ -91,7 +91,6 @@ class SilentBehind(ToyLm):
         qkv[...] = qkv[...].at[:, -width:].set(0.0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["cell", "paged"])
 def test_what_the_other_layers_add_nothing_to_is_drafted_rightly(mode):
     """A draft sees those before it, in blocks that its round begins; then all of them stay.
@@ -108,7 +107,6 @@ def test_what_the_other_layers_add_nothing_to_is_drafted_rightly(mode):
     assert drafted.stats().drafts == {"rounds": 5, "drafted": 34, "accepted": 34}
 
 
-@pytest.mark.slow
 def test_policies_and_an_int8_cache(monkeypatch):
     never_backs_off(monkeypatch)
     rules = Rules(n_batch=8, n_ctx_seq=32)
@@ -119,7 +117,6 @@ def test_policies_and_an_int8_cache(monkeypatch):
     assert both[0].stats().drops["tokens"] > 0 < both[0].stats().drafts["accepted"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "exit_layer", "message"),
     [

@@ -25,6 +25,8 @@ from tests.serving.engines import N_BATCH, N_ROWS, alone, ask, make
 from tests.serving.soundcells import assert_sound
 from tests.serving.test_beams import brute_force
 
+pytestmark = pytest.mark.slow
+
 # Beginnings that requests share, longer and shorter than a block and a step.
 STARTS = [
     tuple(np.random.default_rng(i).integers(0, 32, n).tolist()) for i, n in enumerate((3, 9, 21))
@@ -254,26 +256,22 @@ def machine(kind, mode, n, fine=None, extend=None, **rest):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["paged", "cell"])
 def test_a_few_histories(mode):
     machine("full", mode, 3, derandomize=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["paged", "cell"])
 def test_many_histories_with_rounds_of_self_extend(mode):
     machine("full", mode, 3, extend=SelfExtend(ga_n=2, ga_w=8))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["paged", "cell"])
 @pytest.mark.parametrize("kind", ["window", "recurrent"])
 def test_many_histories(kind, mode):
     machine(kind, mode, 2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["full", "recurrent", "window", pytest.param("sinks", marks=pytest.mark.full)]
 )

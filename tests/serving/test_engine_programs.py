@@ -6,8 +6,9 @@ import pytest
 from kvrt.program import batch as plans
 from tests.serving.engines import N_BATCH, N_ROWS, ask, make, run
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_a_thousand_steps_compile_no_more_than_the_first():
     engine = make()
     rng = np.random.default_rng(0)
@@ -28,7 +29,6 @@ def test_a_thousand_steps_compile_no_more_than_the_first():
     assert engine.programs.n_compiles == len(kinds)
 
 
-@pytest.mark.slow
 def test_samples_of_one_prompt_part_where_it_ends():
     engine = make()
     engine.add_request(ask("a", [1, 2, 3, 4, 5], 6, n=3))

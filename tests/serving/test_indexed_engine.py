@@ -7,6 +7,8 @@ from kvrt.serving.request import Request
 from tests.indexedlm import PlainIndexed
 from tests.serving import engines
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = tuple(tuple((k * i + i // 3) % 32 for i in range(n)) for k, n in ((5, 22), (3, 13)))
 
 
@@ -38,7 +40,6 @@ def served(engine, prompts, n_predict):
     return judged
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["paged", "cell"])
 def test_requests_beside_each_other_and_hits_are_those_of_the_oracle(mode):
     engine = engines.make("indexed", mode)

@@ -8,6 +8,8 @@ from kvrt.serving.request import Request
 from tests.latentlm import RANK, ROPE, Plain
 from tests.serving import engines
 
+pytestmark = pytest.mark.slow
+
 PROMPT = tuple((5 * i + i // 3) % 32 for i in range(22))
 
 
@@ -26,7 +28,6 @@ def checked(engine, name, tokens, n_predict=3):
     return text, n_cached
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["paged", "cell"])
 def test_requests_and_hits_are_those_of_the_plain_form(mode):
     engine = engines.make("latent", mode)
@@ -36,14 +37,12 @@ def test_requests_and_hits_are_those_of_the_plain_form(mode):
     assert n_cached >= 20
 
 
-@pytest.mark.slow
 def test_a_block_has_each_number_once():
     engine = engines.make("latent", "paged")
     (store,) = engine.device.layout.stores
     assert (store.head_dim, store.head_dim_v, store.n_buffers) == (ROPE, RANK, 1)
 
 
-@pytest.mark.slow
 def test_blocks_come_back_from_a_tier():
     engine = engines.make(
         "latent", "paged", tiers=TierConfig(host_bytes=1 << 20, always=True), n_ctx=64

@@ -21,6 +21,8 @@ from kvrt import (
 )
 from kvrt.errors import BadRequest, BadSession, UsageError
 
+pytestmark = pytest.mark.slow
+
 B, LEAD, N_PREDICT = 4, (1,), 9
 CHUNKS = [list(range(5, 26)), list(range(30, 47))]
 HELD = [*LEAD, *CHUNKS[0], *CHUNKS[1]]
@@ -83,7 +85,6 @@ def alone(suffix, n_shared):
     return [t.id for t in at.generate(N_PREDICT, sampling=Sampling(temp=0.0))]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_it_goes_on_from_what_it_brings(mode):
     n_shared = len(HELD) if mode == "cell" else len(HELD) // B * B
@@ -101,7 +102,6 @@ def test_it_goes_on_from_what_it_brings(mode):
     assert again["again", 0] == out["plain", 0] and ends["again", 0].n_cached > n_shared
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_it_is_read_again_where_it_was_evicted(mode):
     """Room for one and a half: the later ones wait, or are preempted and come back."""
@@ -122,7 +122,6 @@ def test_it_is_read_again_where_it_was_evicted(mode):
     assert len(n_read) >= len(suffixes)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_what_cannot_be_read_ends_the_request_alone(mode):
     def damaged():
@@ -142,7 +141,6 @@ def test_what_cannot_be_read_ends_the_request_alone(mode):
     assert ends["ok", 0].error is None and len(out["ok", 0]) == N_PREDICT
 
 
-@pytest.mark.slow
 def test_refused():
     prefix = PrivatePrefix(tokens=tuple(HELD), read=blend)
     for wrong, fields, said in [

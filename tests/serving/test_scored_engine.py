@@ -12,6 +12,8 @@ from tests.marks import full
 from tests.serving.engines import served_texts
 from tests.toys import HybridLm, ToyLm
 
+pytestmark = pytest.mark.slow
+
 MODEL = ToyLm()
 POLICIES = {
     "h2o": H2O(budget=20, interval=8),
@@ -38,7 +40,6 @@ def served(engine, texts):
     return served_texts(engine, texts, N_NEW)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "name"),
     [
@@ -61,7 +62,6 @@ def test_every_request_has_the_text_it_has_alone(mode, prefix_cache, name):
         assert engine.stats().prefix["hit"] > 0
 
 
-@pytest.mark.slow
 def test_states_of_recurrent_layers_lie_beside_what_a_policy_keeps():
     """Of other shapes, under one index a sequence; what a tier has of both is found again."""
     model, policy = HybridLm(), POLICIES["h2o"]
@@ -75,7 +75,6 @@ def test_states_of_recurrent_layers_lie_beside_what_a_policy_keeps():
     engine.close()
 
 
-@pytest.mark.slow
 def test_a_session_of_an_engine_goes_on_in_another():
     policy, config = POLICIES["h2o"], dataclasses.replace(CONFIG, n_seq_max=2)
     options = EngineConfig(mode="paged", prefix_cache=True)

@@ -3,11 +3,12 @@
 import pytest
 from engines import B, ask, make, served
 
+pytestmark = pytest.mark.slow
+
 OPTIMISED = False  # toys: what is compiled runs a few times
 N_SHARED = 4 * B
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["paged", "cell"])
 def test_prompts_of_one_step_list_a_common_prefix_once(mode, monkeypatch):
     engine = make("full", mode)

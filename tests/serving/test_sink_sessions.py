@@ -6,10 +6,11 @@ import pytest
 from kvrt.errors import CannotRewind
 from tests.serving.engines import ask, make, one, runtime
 
+pytestmark = pytest.mark.slow
+
 TEXT = np.random.default_rng(0).integers(0, 32, 60).tolist()
 
 
-@pytest.mark.slow
 def test_sinks_and_a_window_go_to_a_runtime_and_to_another_engine():
     engine = make("sinks")
     tokens, _ = one(engine, ask("first", TEXT, 4))

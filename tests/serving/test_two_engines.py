@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
 def test_two_processes_serve_as_one_and_notice_that_they_differ():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

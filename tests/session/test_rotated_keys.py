@@ -14,6 +14,8 @@ from kvrt.session.interop.rotated_keys import with_rotated_keys
 from tests.session.llama_bytes import written
 from tests.toys import HybridLm, ToyLm
 
+pytestmark = pytest.mark.slow
+
 IDS = np.random.default_rng(3).integers(0, 32, 300).tolist()
 # A rotated number is rounded to the type once more than in a cache that rotates before it writes.
 ULPS = {"f32": 2e-6, "f16": 1.5e-3, "bf16": 1.2e-2, "q8_0": 5e-2}
@@ -45,7 +47,6 @@ def keys(found, group):
     return k[:, np.argsort(part.pos)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "rope"),
     [("f32", {}), ("f32", YARN), ("f16", YARN), ("bf16", {}), ("q8_0", YARN)],
@@ -63,7 +64,6 @@ def test_keys_are_those_of_a_cache_that_rotates_them_when_written(dtype, rope):
     assert with_rotated_keys(write, toy(**rope).groups, "a file") is write
 
 
-@pytest.mark.slow
 def test_a_file_of_llama_cpp_is_that_of_the_other_frame(tmp_path):
     model, path = toy(layout="norm"), tmp_path / "x.bin"
     read, write = (snapshot(model, x, n=60) for x in ("read", "write"))
@@ -81,7 +81,6 @@ def test_a_file_of_llama_cpp_is_that_of_the_other_frame(tmp_path):
         llama_read.read(path, read.fingerprint, model.groups, arch="llama", n_vocab=64)
 
 
-@pytest.mark.slow
 def test_a_prompt_cache_of_mlx_is_too(tmp_path):
     model, path = ToyLm(), tmp_path / "x.safetensors"
     read, write = (snapshot(model, x, n=50) for x in ("read", "write"))
@@ -92,7 +91,6 @@ def test_a_prompt_cache_of_mlx_is_too(tmp_path):
     assert np.abs(keys(found, 0) - keys(write, 0)).max() <= 1e-5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 def test_types_that_a_runtime_keeps_as_bits_are_written_and_read(tmp_path, dtype):
     model, path = toy(layout="norm"), tmp_path / "x.bin"
@@ -108,7 +106,6 @@ def test_types_that_a_runtime_keeps_as_bits_are_written_and_read(tmp_path, dtype
     assert np.array_equal(*logits)
 
 
-@pytest.mark.slow
 def test_frames_that_no_other_program_has():
     extend = SelfExtend(ga_n=2, ga_w=8, kind="paper")
     held = snapshot(ToyLm(), "read", n=50, self_extend=extend)

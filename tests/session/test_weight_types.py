@@ -9,6 +9,8 @@ from kvrt import CacheConfig, Runtime, session
 from kvrt.errors import KvrtError
 from kvrt_models.load import load
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
 TYPES = ["f32", "bf16", "int8"]
 CONFIG = CacheConfig(n_ctx=64, n_ubatch=8, block_size=16)
@@ -23,7 +25,6 @@ def answer(at, n=12):
     return [token.id for token in at.generate(n)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [*(("llama-tied", dtype) for dtype in TYPES), ("jamba-experts", "int8"), ("gpt-oss", "int8")],

@@ -12,6 +12,8 @@ from snapshots import assert_equal
 
 from kvrt import session
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -46,7 +48,6 @@ def both(folder):
     return [json.loads(out.splitlines()[-1]) for out, _ in done]
 
 
-@pytest.mark.slow
 def test_each_writes_its_own_and_what_fails_in_one_fails_in_both(tmp_path):
     path = tmp_path / "x.kvd"
     first, second = both(tmp_path)

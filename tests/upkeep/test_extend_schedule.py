@@ -10,6 +10,8 @@ from kvrt import cells as kc
 from kvrt.upkeep.extend_schedule import ExtendSchedule
 from kvrt.upkeep.self_extend import plan_extend
 
+pytestmark = pytest.mark.slow
+
 N_CTX = 160
 
 
@@ -32,7 +34,6 @@ def as_a_runtime(extend, n_step, n_prompt, n_tokens):
     return dict(found), n_rounds
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("n", "w"), [(2, 4), (3, 6), (4, 8), (2, 32)])
 @given(
     n_step=st.sampled_from([1, 5, 8, 16]),

@@ -17,6 +17,8 @@ from tests.oracle import rope
 from tests.store import plaincodec
 from tests.toys import RowModel
 
+pytestmark = pytest.mark.slow
+
 H, D, B, N_CTX, N_BLOCKS = 2, 64, 8, 32, 4
 GROUP = GroupSpec(layers=(0,), n_kv_heads=H, head_dim=D, rope=RopeSpec(n_rot=D, base=100.0))
 CASES = [("int8", False), ("q8_0", True), ("int4", True), ("int2", False)]
@@ -53,7 +55,6 @@ def cells_with(delta):
     return kc.Cells(pos=cells.pos, delta=np.array(delta, np.int32), seqs=cells.seqs)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "on"), CASES)
 def test_moved_keys_are_coded_anew_and_no_other_byte_changes(kind, on):
     store, _ = filled(kind, on)
@@ -92,14 +93,12 @@ def drift(kind, on):
     return float(np.linalg.norm(keys(store, on) - start) / np.linalg.norm(start))
 
 
-@pytest.mark.slow
 def test_many_shifts_cost_what_is_known():
     plain, turned, half = drift("q8_0", False), drift("q8_0", True), drift("f16", False)
     print(f"a hundred shifts: q8_0 {plain:.1e}, turned {turned:.1e}, f16 {half:.1e}")
     assert half < 5e-3 < min(turned, plain) and max(turned, plain) < 0.2
 
 
-@pytest.mark.slow
 def test_raw_keys_in_codes_never_change():
     """With rope="read" a hundred moves that sum to zero leave every byte, and the logits."""
     group = GroupSpec(layers=(0,), n_kv_heads=H, head_dim=D, rope=RopeSpec(n_rot=D, base=100.0))
