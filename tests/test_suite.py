@@ -9,6 +9,7 @@ import jaxtyping
 import pytest
 
 from kvrt.attention import softmax
+from tests.marks import in_their_turn
 
 ROOT = Path(__file__).parent.parent
 
@@ -40,11 +41,23 @@ def test_pytest_alone_is_the_default_suite():
 def test_the_lines_of_ci_run_every_test_once():
     script = (ROOT / ".ci" / "run").read_text()
     # With "=", for pytest takes a folder by itself for tests before it knows the option.
-    more = r'(?: --unchecked)? "--programs=\$venv-programs"'
-    lines = re.findall(rf'^pytest -m "(.*)"{more}$', script, re.MULTILINE)
+    more = r'(?: --unchecked "--turn=\$turn")? "--programs=\$venv-programs"'
+    lines = re.findall(rf'^pytest -m "([^"]*)"{more}$', script, re.MULTILINE)
     assert len(lines) == 2
     for marks in ([], ["slow"], ["model"], ["slow", "model"]):
         assert sum(runs(line, *marks) for line in lines) == 1, marks
+    # Three days in a row have all turns; in a year's last days one may come twice.
+    assert "\nturn=$((10#$(date -u +%j) % 3 + 1))/3\n" in script
+
+
+@pytest.mark.parametrize("n_cases", [1, 2, 3, 4, 11])
+def test_each_case_has_its_turn_and_no_test_is_left_out(n_cases):
+    ids = [f"tests/test_a.py::test_{name}[{i}]" for name in "bc" for i in range(n_cases)]
+    turns = [in_their_turn([*ids, "tests/test_a.py::test_d"], i, 3) for i in (1, 2, 3)]
+    assert set(ids) | {"tests/test_a.py::test_d"} == set().union(*turns)
+    for these in turns:
+        assert {x.partition("[")[0] for x in these} == {x.partition("[")[0] for x in turns[0]}
+        assert len(these) <= 1 + 2 * -(-n_cases // 3)
 
 
 def test_ci_draws_other_histories_each_day_and_waits_for_them():
