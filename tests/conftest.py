@@ -50,8 +50,8 @@ def pytest_addoption(parser):
         "--turn",
         type=_turn,
         metavar="I/N",
-        help="of each test's cases every Nth, from the Ith on, and at least one (write --turn=2/3); "
-        "the matrix stays whole",
+        help="of each test's cases every Nth, from the Ith on, and one at least; the matrix stays "
+        "whole (write --turn=2/3)",
     )
 
 
