@@ -50,8 +50,8 @@ def pytest_addoption(parser):
         "--turn",
         type=_turn,
         metavar="I/N",
-        help="of each test's cases every Nth, from the Ith on, and one at least; the matrix stays "
-        "whole (write --turn=2/3)",
+        help="of a file's tests every Nth, from the Ith on, and one at least (write --turn=1/3); a "
+        "module with WHOLE has all",
     )
 
 
@@ -88,7 +88,7 @@ def pytest_collection_modifyitems(config, items):
     if not config.getoption("--full"):
         _leave_out(config, items, lambda item: item.get_closest_marker("full"))
     if turn := config.getoption("--turn"):
-        ids = [item.nodeid for item in items if "matrix" not in item.path.parts]
+        ids = [item.nodeid for item in items if not getattr(item.module, "WHOLE", False)]
         others = set(ids).difference(in_their_turn(ids, *turn))
         _leave_out(config, items, lambda item: item.nodeid in others)
     n_tests = Counter(item.path for item in items)

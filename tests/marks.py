@@ -49,11 +49,11 @@ def first_fast(values: Iterable[Any], n: int = 1) -> list[Any]:
 
 
 def in_their_turn(ids: Iterable[str], turn: int, n: int) -> list[str]:
-    """Of each test's cases every n-th, from the one of this turn on; one where it has fewer than n.
+    """Of each file's tests every n-th, from the one of this turn on; one where it has fewer than n.
 
-    Each case has its turn within n runs, and no test is left out of one.
+    Each test has its turn within n runs, and no file is left out of one.
     """
-    cases = defaultdict(list)
+    tests = defaultdict(list)
     for each in ids:
-        cases[each.partition("[")[0]].append(each)
-    return [x for of_one in cases.values() for x in of_one[(turn - 1) % min(n, len(of_one)) :: n]]
+        tests[each.partition("::")[0]].append(each)
+    return [x for of_one in tests.values() for x in of_one[(turn - 1) % min(n, len(of_one)) :: n]]
