@@ -38,7 +38,7 @@ def test_pytest_alone_is_the_default_suite():
     assert re.search(r"^    pip install -e '\.\[test\]' && pytest +#", readme, re.MULTILINE)
 
 
-def test_the_lines_of_ci_run_every_test_once():
+def test_the_lines_of_ci_run_every_test_once_in_three_days():
     script = (ROOT / ".ci" / "run").read_text()
     # With "=", for pytest takes a folder by itself for tests before it knows the option.
     more = r'(?: --unchecked "--turn=\$turn")? "--programs=\$venv-programs"'
