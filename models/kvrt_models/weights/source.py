@@ -1,7 +1,6 @@
 """Where the weights of a model are read from: a GGUF file or a folder, by tensor or by rows."""
 
 import dataclasses
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,8 @@ import numpy as np
 import xxhash
 
 from kvrt.arrays import Float
-from kvrt.errors import BadModelFile, reason
-from kvrt.files import regular
+from kvrt.errors import BadModelFile
+from kvrt_models.file_digest import kept_digest
 from kvrt_models.gguf import file as gguf
 from kvrt_models.hf import safetensors
 from kvrt_models.hf import spec as hf_spec
@@ -21,8 +20,6 @@ from kvrt_models.spec import DecoderSpec
 
 # Gives rows [start, end) of a tensor, counted over all axes but the last.
 Rows = Callable[[int, int], Float[np.ndarray, "R I"]]
-# Of each file, what a digest samples beside its size and time.
-_N_SAMPLES, _SAMPLE_BYTES = 64, 1 << 14
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,20 +54,15 @@ class WeightSource:
         found = found if dtype is None else [x.astype(dtype) for x in found]
         return found[0] if len(found) == 1 else np.concatenate(found)
 
-    def digest(self) -> str:
-        """xxh3-128 of the files' names, sizes, times of change and samples of their bytes.
-
-        Reading all of a model would take longer than what is kept by this digest saves.
+    def digest(self, folder: Path, begin: Callable[[], None] = lambda: None) -> str:
+        """xxh3-128 of the files' names and of all their bytes; see `kept_digest`.
 
         Raises:
-          BadModelFile: a file cannot be read.
+          BadModelFile: a file cannot be read, or changes meanwhile.
         """
         hashed = xxhash.xxh3_128()
         for path in sorted(self.files):
-            try:
-                _add_file(hashed, path)
-            except OSError as error:
-                raise BadModelFile(f"{path}: cannot be read: {reason(error)}") from error
+            hashed.update(f"{path.name}\0{kept_digest(path, folder, begin)}\0".encode())
         return hashed.hexdigest()
 
 
@@ -133,13 +125,3 @@ def check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> N
 def _is_stored_so(name: str) -> bool:
     """Whether `tensor_from_hf` leaves a tensor as the folder has it."""
     return not ssm.is_recurrent(name) and not expert_tensors.is_experts(name.split(".")[-2])
-
-
-def _add_file(hashed: xxhash.xxh3_128, path: Path) -> None:
-    with regular.open_file(path) as file:
-        status = os.fstat(file.fileno())
-        hashed.update(f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
-        last = max(status.st_size - _SAMPLE_BYTES, 0)
-        for i in range(_N_SAMPLES):
-            file.seek(last * i // (_N_SAMPLES - 1))
-            hashed.update(file.read(_SAMPLE_BYTES))
