@@ -59,7 +59,7 @@ def open_file(path: str | os.PathLike[str]) -> BinaryIO:
     return os.fdopen(open_fd(path), "rb")
 
 
-def version(status: os.stat_result) -> list[int]:
+def file_version(status: os.stat_result) -> list[int]:
     """Device, inode, size and both times of change in ns: another list is another content.
 
     No program sets the second time, as `cp -p` and `rsync -t` do the first; on Windows it is that

@@ -45,7 +45,7 @@ def model_digest(name_or_path: str) -> str:
 def kept_digest(path: Path, folder: Path, begin: Callable[[], None] = lambda: None) -> str:
     """xxh3-128 of all bytes of a file, hexadecimal, kept for as long as the file stays as it is.
 
-    A second call looks at the file's inode, size and times alone; see `regular.version`.
+    A second call looks at the file's inode, size and times alone; see `regular.file_version`.
 
     Args:
       path: of the file.
@@ -58,7 +58,7 @@ def kept_digest(path: Path, folder: Path, begin: Callable[[], None] = lambda: No
     try:
         with regular.open_file(path) as file:
             status = os.fstat(file.fileno())
-            now = regular.version(status)
+            now = regular.file_version(status)
             key = {"device": status.st_dev, "inode": status.st_ino}
             note = kept.kept_path(folder, "digest", key)
             found = kept.read_kept(note, key, _digest_and_version, f"{path} is digested")
@@ -68,7 +68,7 @@ def kept_digest(path: Path, folder: Path, begin: Callable[[], None] = lambda: No
             at, hashed = time.time(), xxhash.xxh3_128()
             while part := file.read(_PART_BYTES):
                 hashed.update(part)
-            if regular.version(os.fstat(file.fileno())) != now:
+            if regular.file_version(os.fstat(file.fileno())) != now:
                 raise BadModelFile(f"{path}: changed while it was read; start again")
     except OSError as error:
         raise BadModelFile(f"{path}: cannot be read: {reason(error)}; copy it again") from error

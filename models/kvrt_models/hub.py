@@ -313,7 +313,7 @@ def _stamp(target: Path) -> Path:
 
 
 def _stamp_text(target: Path, source: KnownModel) -> str:
-    return " ".join(map(str, (source.sha256, *regular.version(target.stat())))) + "\n"
+    return " ".join(map(str, (source.sha256, *regular.file_version(target.stat())))) + "\n"
 
 
 def _write_stamp(target: Path, source: KnownModel) -> None:
