@@ -11,6 +11,7 @@ import xxhash
 from kvrt.errors import BadModelFile, reason
 from kvrt.files import kept, regular
 from kvrt_models import hub
+from kvrt_models.gguf.parts import part_paths
 from kvrt_models.hf import spec as hf_spec
 from kvrt_models.hf.json_file import read_json
 
@@ -34,10 +35,14 @@ def model_digest(name_or_path: str) -> str:
     if source is not None and not os.path.exists(os.path.expanduser(name_or_path)):
         return source.sha256
     path = hub.resolve(name_or_path, progress=False)
-    if not path.is_dir():
-        return _file_digest(path)
+    if path.is_dir():
+        parts = sorted(p for p in path.iterdir() if p.suffix in _ENDINGS and p.is_file())
+    else:
+        parts = part_paths(path)
+        if len(parts) == 1:
+            return _file_digest(path)
     hashed = hashlib.sha256()
-    for part in sorted(p for p in path.iterdir() if p.suffix in _ENDINGS and p.is_file()):
+    for part in parts:
         hashed.update(f"{part.name}\0{_file_digest(part)}\n".encode())
     return hashed.hexdigest()
 

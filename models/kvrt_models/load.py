@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from kvrt_models import hub
 from kvrt_models.decoder import Decoder
 from kvrt_models.gguf import file as gguf
 from kvrt_models.gguf import spec as gguf_spec
+from kvrt_models.gguf.parts import model_name, open_gguf_model
 from kvrt_models.hf import safetensors
 from kvrt_models.hf import spec as hf_spec
 from kvrt_models.hf.json_file import read_json
@@ -161,8 +163,8 @@ def open_model(
     cache folder; see `kvrt_models.weights`.
 
     Args:
-      name_or_path: a `.gguf` file, a folder with Hugging Face safetensors, or a known name, which
-        is fetched once.
+      name_or_path: a `.gguf` file or any part of one, a folder with Hugging Face safetensors, or a
+        known name, which is fetched once.
       dtype: of the matrices, "auto" for that of the platform; norms and biases stay float32.
       progress: shows a bar on a terminal while fetching.
       on_host: keeps the weights in NumPy, for a runtime that divides them over devices.
@@ -197,7 +199,7 @@ def open_tokenizer(name_or_path: str | Path, *, progress: bool = True) -> tokeni
     path = hub.resolve(name_or_path, progress=progress)
     if path.is_dir():
         return tokenizer.tokenizer_from_folder(path)
-    return tokenizer.tokenizer_from_gguf(gguf.open_gguf(path).metadata)
+    return tokenizer.tokenizer_from_gguf(open_gguf_model(path).metadata)
 
 
 def describe_model(
@@ -223,7 +225,7 @@ def describe_model(
             described = hf_spec.spec_from_config(read_json(path))
         name = path.resolve().parent.name
     else:
-        name, described = path.stem, _gguf_spec(path)[1]
+        name, described = model_name(path), _gguf_spec(path)[1]
     kind = chosen_type(dtype)
     weights = shapes.weight_shapes(described, kind)
     return Described(name=name, spec=described, dtype=kind, weights=weights)
@@ -231,25 +233,46 @@ def describe_model(
 
 def _gguf_spec(path: Path) -> tuple[gguf.GGUFFile, DecoderSpec, dict[str, list[str]]]:
     """The header, the model it describes, and the file's name of each tensor."""
-    file = gguf.open_gguf(path)
+    file = open_gguf_model(path)
     with _naming(path):
         described = gguf_spec.spec_from_gguf(file.metadata, file.tensors)
         if "rope_freqs.weight" in file.tensors:
             factors = gguf.read_gguf_tensor(file, "rope_freqs.weight")
             described = gguf_spec.with_freq_factors(described, tuple(map(float, factors)))
         names = {name: [gguf_name(described, name)] for name in tensor_names(described)}
-        for name, (called,) in names.items():
-            if called in file.tensors:
-                check_shape(called, file.tensors[called].shape, tensor_shape(described, name))
-    _check_names(path.stem, described, _present(names, set(file.tensors)))
+        shapes = {called: tensor_shape(described, name) for name, (called,) in names.items()}
+        file = dataclasses.replace(file, tensors=_fitted(file.tensors, shapes))
+    _check_names(model_name(path), described, _present(names, set(file.tensors)))
     return file, described, names
+
+
+def _fitted(
+    tensors: Mapping[str, gguf.TensorInfo], wanted: Mapping[str, tuple[int, ...]]
+) -> dict[str, gguf.TensorInfo]:
+    """Tensors in the shapes that are wanted, from which theirs may differ by outer axes of 1.
+
+    Raises:
+      BadModelFile: one differs otherwise.
+    """
+    fitted = dict(tensors)
+    for name, shape in wanted.items():
+        if name in tensors:
+            if _bare(tensors[name].shape) != _bare(shape):
+                check_shape(name, tensors[name].shape, shape)
+            fitted[name] = dataclasses.replace(tensors[name], shape=shape)
+    return fitted
+
+
+def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without outer axes of 1."""
+    return tuple(itertools.dropwhile(lambda size: size == 1, shape))
 
 
 def _gguf(path: Path) -> tuple[str, WeightSource, tokenizer.Tokenizer]:
     """Name, weights and tokenizer of a GGUF file."""
     file, described, names = _gguf_spec(path)
     text = tokenizer.tokenizer_from_gguf(file.metadata)
-    return path.stem, gguf_source(file, described, names), text
+    return model_name(path), gguf_source(file, described, names), text
 
 
 def _folder_spec(path: Path) -> tuple[safetensors.Folder, DecoderSpec, dict[str, list[str]]]:

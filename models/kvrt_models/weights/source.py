@@ -79,7 +79,7 @@ def gguf_source(
         spec=spec,
         tensor=lambda name: gguf.read_gguf_tensor(file, names[name][0]),
         rows=rows,
-        files=(file.path,),
+        files=file.parts,
     )
 
 
