@@ -75,9 +75,7 @@ def test_parts_keep_their_names(parts, tmp_path):
 def test_parts_of_another_model_are_refused(parts, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
-    tiny_gguf.write_gguf(
-        other / "tiny.gguf", tiny_gguf.TinyModel(n_layers=1, arch="qwen3"), n_part=5
-    )
+    tiny_gguf.write_gguf(other / "tiny.gguf", tiny_gguf.TinyModel(n_layers=1, tied=True), n_part=5)
     shutil.copy(other / "tiny-00002-of-00003.gguf", tmp_path)
     with pytest.raises(
         BadModelFile, match=r"tiny-0000[23]-of-00003\.gguf: tensor .* earlier part too"
