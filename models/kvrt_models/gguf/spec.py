@@ -10,7 +10,7 @@ from kvrt.errors import BadConfig, BadModelFile, UnsupportedModel
 from kvrt_models import spec
 from kvrt_models.gguf import latent
 from kvrt_models.gguf import recurrent as gguf_recurrent
-from kvrt_models.header import REMEDY, Header, brief, is_number
+from kvrt_models.header import REMEDY, Header, brief, check_known, is_number
 from kvrt_models.spec import Clamped, DecoderSpec, Experts, Layers
 
 ARCHS = (
@@ -39,7 +39,7 @@ def spec_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> D
       BadModelFile: a key is missing, of the wrong type, or contradicts another or the tensors.
     """
     arch = Header(metadata).text("general.architecture")
-    spec.check_known(arch, "architecture {} of this GGUF", ARCHS)
+    check_known(arch, "architecture {} of this GGUF", ARCHS)
     keys = Header(metadata, f"{arch}.")
     if arch in gguf_recurrent.ARCHS:
         n_vocab = _shape(tensors, "token_embd.weight")[0]
@@ -54,22 +54,22 @@ def spec_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> D
 
 def _attention_spec(keys: Header, arch: str, tensors: Mapping[str, Any]) -> DecoderSpec:
     """A spec without recurrent layers."""
-    n_embd, n_heads = keys.whole("embedding_length"), keys.whole("attention.head_count")
-    head_dim = spec.head_dim_of(keys, "attention.key_length", n_embd, n_heads)
+    n_layers = keys.whole("block_count", most=spec.MAX_LAYERS)
+    n_embd, n_heads = keys.whole("embedding_length"), _n_heads(keys, n_layers)
+    head_dim = spec.head_dim_of(keys, "attention.key_length", n_embd, n_heads[0])
     usual = {"attention.value_length": head_dim, "attention.causal": True}
     usual |= {} if arch == "gpt-oss" else {"expert_count": 0}
     for key, value in usual.items():
         keys.only(key, value)
     rope = _rope(keys, tensors, arch, head_dim)
-    n_layers = keys.whole("block_count", most=spec.MAX_LAYERS)
     family = {"gemma2": _gemma2, "gemma3": _gemma3, "gpt-oss": _gpt_oss}.get(arch, _plain)
     return spec.build(
         arch=arch,
         n_vocab=_shape(tensors, "token_embd.weight")[0],
         n_embd=n_embd,
-        n_ff=keys.whole("feed_forward_length"),
+        n_ff=keys.by_layer("feed_forward_length", n_layers),
         n_heads=n_heads,
-        n_kv_heads=keys.whole("attention.head_count_kv", n_heads),
+        n_kv_heads=keys.by_layer("attention.head_count_kv", n_layers, n_heads),
         head_dim=head_dim,
         norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
         n_ctx_train=keys.whole("context_length"),
@@ -80,6 +80,10 @@ def _attention_spec(keys: Header, arch: str, tensors: Mapping[str, Any]) -> Deco
         qk_norm=arch == "gemma3" or "blk.0.attn_q_norm.weight" in tensors,
         **family(keys, arch, n_layers, rope),
     )
+
+
+def _n_heads(keys: Header, n_layers: int) -> tuple[int, ...]:
+    return keys.by_layer("attention.head_count", n_layers)
 
 
 def with_freq_factors(of: DecoderSpec, factors: tuple[float, ...]) -> DecoderSpec:
@@ -201,10 +205,10 @@ def _windowed_and_full(
 
 def _gemma(keys: Header, arch: str, n_layers: int, logit_cap: float) -> dict[str, Any]:
     """Scales and caps; scores of the 27B are divided by the root of width over heads."""
-    n_embd, n_heads = keys.whole("embedding_length"), keys.whole("attention.head_count")
+    n_embd, n_heads = keys.whole("embedding_length"), _n_heads(keys, n_layers)
     large = n_layers == _GEMMA_27B_LAYERS[arch]
     return dict(
-        scale=math.sqrt(n_heads / n_embd) if large else None, **spec.gemma(n_embd, logit_cap)
+        scale=math.sqrt(n_heads[0] / n_embd) if large else None, **spec.gemma(n_embd, logit_cap)
     )
 
 

@@ -167,7 +167,8 @@ def tensor_shape(of: DecoderSpec, name: str) -> tuple[int, ...]:
     _, layer, kind, what = name.split(".")
     group = None if of.is_recurrent(int(layer)) else of.group_of(int(layer))
     d, n_kv_heads = (group.head_dim, group.n_kv_heads) if group else (0, 0)
-    q, kv, n_ff = of.n_heads * d, n_kv_heads * d, of.n_ff_of(int(layer))
+    n_heads = of.n_heads_of(int(layer))
+    q, kv, n_ff = n_heads * d, n_kv_heads * d, of.n_ff_of(int(layer))
     width = of.layer_inputs.width if of.layer_inputs else 0
     wide = {
         "attn_q": (2 * q if of.attn_gate else q, of.n_embd),
@@ -188,7 +189,7 @@ def tensor_shape(of: DecoderSpec, name: str) -> tuple[int, ...]:
     wide |= _latent_shapes(of) if of.latent else {}
     if kind in wide:
         return wide[kind] if what == "weight" else wide[kind][:1]
-    return {"attn_q_norm": (d,), "attn_k_norm": (d,), "attn_sinks": (of.n_heads,)}.get(
+    return {"attn_q_norm": (d,), "attn_k_norm": (d,), "attn_sinks": (n_heads,)}.get(
         kind, (of.n_embd,)
     )
 
