@@ -65,7 +65,8 @@ class Header:
         value = self._get(key, default)
         if not isinstance(value, (list, tuple, np.ndarray)):
             return (self.whole(key, default, least=least),) * n_layers
-        numbers = [x.item() if isinstance(x, np.generic) else x for x in value]
+        # Lists of booleans are numbers to llama.cpp as well.
+        numbers = [int(x) if isinstance(x, (np.bool_, np.integer)) else x for x in value]
         whole = all(type(x) is int and least <= x <= MAX_SIZE for x in numbers)
         if len(numbers) != n_layers or not whole:
             wanted = f"{n_layers} whole numbers from {least} to {MAX_SIZE}"

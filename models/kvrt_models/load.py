@@ -183,6 +183,8 @@ def open_model(
             "rows; they belong to different models"
         )
     watch = watch or Watch(tell=lambda line: warnings.warn(line, stacklevel=3))
+    for line in source.notes:
+        watch.tell(f"{name}: {line}")
     weights = read_weights(source, name, chosen_type(dtype), on_host=on_host, watch=watch)
     # Shapes stand for arrays while a program is compiled.
     decoder = Decoder(source.spec, weights.shapes)

@@ -40,6 +40,12 @@ def test_a_group_keeps_latents():
     )
 
 
+def test_a_temperature_of_queries_is_refused_in_a_gguf():
+    key = "attention__temperature_scale"
+    refused("temperature_scale' is 0.1, which is not", lambda: deepseek2(**{key: 0.1}))
+    assert deepseek2(**{key: 0.0}) == deepseek2()
+
+
 def test_scores_grow_with_yarn_by_the_square():
     growth = 0.1 * 1.6 * math.log(8) + 1
     assert v3().groups[0].scale == pytest.approx(16**-0.5 * growth**2)
@@ -203,7 +209,7 @@ def test_scores_of_a_gguf_grow_by_what_the_converter_wrote():
         (dict(attention__key_length_mla=8), "key_length_mla' is 8, a whole number from 9"),
         (dict(attention__kv_lora_rank=None), "lacks 'deepseek2.attention.kv_lora_rank'"),
         (dict(expert_group_count=4), "chooses by softmax among 4 groups of experts is not supp"),
-        (dict(expert_gating_func=3), "expert_gating_func' is 3, a whole number from 1 to 2"),
+        (dict(expert_gating_func=3), "expert_gating_func' is 3, a whole number from 0 to 2"),
         (
             dict(expert_gating_func=2, expert_group_count=3, expert_group_used_count=2),
             "8 experts in 3 groups",

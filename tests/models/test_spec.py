@@ -12,7 +12,9 @@ from kvrt.errors import BadModelFile
 from kvrt.store import rope
 from kvrt_models import load
 from kvrt_models.gguf import spec as gguf_spec
+from kvrt_models.gguf.departures import departures
 from kvrt_models.layers import tensors
+from kvrt_models.weights.int8_weights import Watch
 from tests.peer import tiny_gguf
 
 
@@ -217,17 +219,62 @@ def test_gguf_yarn_keys_are_honoured():
     assert gguf_rope(type="linear", factor=4.0, attn_factor=1.5).magnitude == 1.5
 
 
+IGNORED = "is not used, as in llama.cpp"
+
+
+@pytest.mark.parametrize(
+    ("arch", "change", "lines"),
+    [
+        ("llama", {}, []),
+        ("llama", dict(rope__scaling__yarn_beta_fast=8.0), []),  # there is no YaRN
+        ("llama", dict(rope__scaling__type="yarn", rope__scaling__yarn_beta_fast=32), []),
+        (
+            "llama",
+            dict(rope__scaling__type="yarn", rope__scaling__yarn_beta_fast=8.0),
+            ["'llama.rope.scaling.yarn_beta_fast' is 8 and is used; llama.cpp takes 32, so its"],
+        ),
+        (
+            "llama",
+            dict(attention__sliding_window=32),
+            ["is 32 and is used; llama.cpp attends"],
+        ),
+        ("qwen2", dict(attention__sliding_window=32), [f"is 32 and {IGNORED}"]),
+        ("qwen2", dict(attention__sliding_window=512), []),
+        (
+            "qwen3",
+            dict(rope__scaling__yarn_ext_factor=0.5, rope__scaling__yarn_attn_factor=2.0),
+            [f"yarn_ext_factor' is 0.5 and {IGNORED}", f"yarn_attn_factor' is 2.0 and {IGNORED}"],
+        ),
+        ("llama", dict(rope__scaling__yarn_log_multiplier=0.1), [f"is 0.1 and {IGNORED}"]),
+        ("llama", dict(rope__scaling__alpha=1000.0), [f"is 1000.0 and {IGNORED}"]),
+        ("llama", dict(rope__scaling__alpha=np.ones(2)), [f"is a list of 2 and {IGNORED}"]),
+    ],
+)
+def test_keys_that_llama_cpp_reads_otherwise_are_told(arch, change, lines):
+    gguf(arch, **change)
+    told = departures(metadata(arch, **change))
+    assert len(told) == len(lines)
+    assert all(part in line for part, line in zip(lines, told, strict=True))
+
+
+def test_loading_tells_of_such_keys(tmp_path, monkeypatch):
+    header = tiny_gguf._add_header
+    monkeypatch.setattr(
+        tiny_gguf, "_add_header", lambda w, model: (header(w, model), w.add_sliding_window(8))
+    )
+    path = tiny_gguf.write_gguf(tmp_path / "tiny.gguf", tiny_gguf.TinyModel(n_layers=1))
+    lines = []
+    load.open_model(path, on_host=True, watch=Watch(tell=lines.append)).weights.wait()
+    (line,) = lines
+    assert line.startswith("tiny: 'llama.attention.sliding_window' is 8 and is used; llama.cpp")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (dict(type="longrope"), "RoPE scaling 'longrope' of this GGUF is not supported"),
-        (dict(type="yarn", factor=4.0, yarn_ext_factor=0.5), "yarn_ext_factor' is 0.5"),
-        (dict(type="yarn", factor=4.0, yarn_attn_factor=2.0), "yarn_attn_factor' is 2.0"),
-        (dict(type="yarn", factor=4.0, yarn_log_multiplier=0.1), "yarn_log_multiplier' is 0.1"),
-        (dict(type="linear", factor=4.0, yarn_ext_factor=1.0), "yarn_ext_factor' is 1.0"),
         (dict(factor="4"), "'llama.rope.scaling.factor' is '4', a finite number"),
         (dict(factor=-1.0), "'llama.rope.scaling.factor' is -1.0"),
-        (dict(alpha=1000.0), "alpha' is 1000.0, which is not supported"),
         (dict(type=7), "'llama.rope.scaling.type' is 7, a string is wanted"),
     ],
 )
@@ -294,7 +341,7 @@ def test_gguf_biases_windows_and_head_sizes_are_read():
     )
     assert (found.groups[0].head_dim, found.groups[0].mask.size) == (24, 32)
     assert gguf("qwen2", attention__sliding_window=512).groups[0].mask.kind == "full"
-    refused("sliding window of 32", lambda: gguf("qwen2", attention__sliding_window=32))
+    assert gguf("qwen2", attention__sliding_window=32).groups[0].mask.kind == "full"
     assert gguf("qwen3", rope__dimension_count=8).groups[0].rope.n_rot == 8
 
 

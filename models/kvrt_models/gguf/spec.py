@@ -5,6 +5,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from kvrt.config import RopeSpec
 from kvrt.errors import BadConfig, BadModelFile, UnsupportedModel
 from kvrt_models import spec
@@ -119,13 +121,8 @@ def _plain(keys: Header, arch: str, n_layers: int, rope: RopeSpec) -> dict[str, 
 
 
 def _window(keys: Header, arch: str) -> int:
+    """Tokens that every layer sees, 0 for all; a qwen's layers see all, as in llama.cpp."""
     window = keys.whole("attention.sliding_window", 0, least=0)
-    # A window as long as the context hides nothing; which layers a shorter one means is not said.
-    if arch != "llama" and 0 < window < keys.whole("context_length"):
-        raise UnsupportedModel(
-            f"{arch} with a sliding window of {window} tokens is not supported; take a model "
-            "without one"
-        )
     return window if arch == "llama" else 0
 
 
@@ -171,8 +168,6 @@ def _gpt_oss(keys: Header, arch: str, n_layers: int, rope: RopeSpec) -> dict[str
 
     Source: llama.cpp `openai-moe.cpp`; its SwiGLU has constants, and its YaRN whole pairs.
     """
-    keys.only("expert_shared_count", 0)
-    keys.only("expert_weights_scale", 0.0, 1.0)
     window = keys.whole("attention.sliding_window")
     windowed, full = _windowed_and_full(keys, n_layers, window, 2)
     own = dataclasses.replace(rope, base=keys.number("rope.freq_base_swa", rope.base))
@@ -196,11 +191,18 @@ def _gpt_oss(keys: Header, arch: str, n_layers: int, rope: RopeSpec) -> dict[str
 def _windowed_and_full(
     keys: Header, n_layers: int, window: int, period: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Windowed layers and full ones, one full in every period; a period of 0 makes none full."""
-    period = keys.whole("attention.sliding_window_pattern", period, least=0)
-    is_windowed = [window > 0 and (period == 0 or (i + 1) % period > 0) for i in range(n_layers)]
-    ids = range(n_layers)
-    return tuple(i for i in ids if is_windowed[i]), tuple(i for i in ids if not is_windowed[i])
+    """Windowed layers and full ones: as a list says, or one full in every period.
+
+    A period of 0 makes none full.
+    """
+    key, ids = "attention.sliding_window_pattern", range(n_layers)
+    if isinstance(keys.values.get(keys.prefix + key), (list, np.ndarray)):
+        has_window = list(map(bool, keys.by_layer(key, n_layers, least=0)))
+    else:
+        period = keys.whole(key, period, least=0)
+        has_window = [period == 0 or (i + 1) % period > 0 for i in ids]
+    windowed = tuple(i for i in ids if window > 0 and has_window[i])
+    return windowed, tuple(i for i in ids if i not in windowed)
 
 
 def _gemma(keys: Header, arch: str, n_layers: int, logit_cap: float) -> dict[str, Any]:
@@ -237,7 +239,7 @@ def _check_factors(tensors: Mapping[str, Any], arch: str, n_rot: int) -> None:
 def _rope(keys: Header, tensors: Mapping[str, Any], arch: str, head_dim: int) -> RopeSpec:
     """RoPE as llama.cpp reads it, where a factor without a type is linear.
 
-    YaRN's ramp is the file's own; llama.cpp reads `yarn_beta_*` for a few other families only.
+    YaRN's ramp is the file's own, see `departures`.
     """
     kind = keys.text("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn"):
@@ -246,14 +248,10 @@ def _rope(keys: Header, tensors: Mapping[str, Any], arch: str, head_dim: int) ->
         )
     old = keys.number("rope.scale_linear", 0.0, zero=True)
     factor = keys.number("rope.scaling.factor", old, zero=True) or 1.0
-    keys.only("rope.scaling.alpha", 0.0)
-    keys.only("rope.scaling.yarn_ext_factor", -1.0, 1.0 if kind == "yarn" else 0.0)
-    keys.only("rope.scaling.yarn_attn_factor", 1.0)
-    if arch != latent.ARCH:
-        keys.only("rope.scaling.yarn_log_multiplier", 0.0)
     gain = keys.number("rope.scaling.attn_factor", 1.0)
-    # With it scores grow by the square instead.
-    apart = keys.number("rope.scaling.yarn_log_multiplier", 0.0, zero=True) > 0
+    # With it scores of latents grow by the square instead.
+    multiplier = "rope.scaling.yarn_log_multiplier"
+    apart = arch == latent.ARCH and keys.number(multiplier, 0.0, zero=True) > 0
     gain *= spec.yarn_magnitude(factor) if kind == "yarn" and not apart else 1.0
     trained = keys.whole("context_length")
     n_rot = keys.whole("rope.dimension_count", head_dim, most=spec.MAX_HEAD_DIM)

@@ -12,6 +12,7 @@ from kvrt.arrays import Float
 from kvrt.errors import BadModelFile
 from kvrt_models.file_digest import kept_digest
 from kvrt_models.gguf import file as gguf
+from kvrt_models.gguf.departures import departures
 from kvrt_models.hf import safetensors
 from kvrt_models.hf import spec as hf_spec
 from kvrt_models.layers import expert_tensors, ssm
@@ -31,12 +32,14 @@ class WeightSource:
       tensor: reads a tensor by its GGUF name.
       rows: opens a tensor to be read by rows.
       files: that hold the tensors.
+      notes: lines about the description, for people.
     """
 
     spec: DecoderSpec
     tensor: Callable[[str], np.ndarray]
     rows: Callable[[str], Rows]
     files: tuple[Path, ...]
+    notes: tuple[str, ...] = ()
 
     def whole(self, name: str) -> np.ndarray:
         """A tensor of the shape that the description wants.
@@ -80,6 +83,7 @@ def gguf_source(
         tensor=lambda name: gguf.read_gguf_tensor(file, names[name][0]),
         rows=rows,
         files=file.parts,
+        notes=departures(file.metadata),
     )
 
 
