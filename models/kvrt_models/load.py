@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -24,7 +24,6 @@ from kvrt_models.layers.linear import Matrix
 from kvrt_models.layers.tensors import (
     gguf_name,
     hf_names,
-    hf_prefix,
     other_hf_names,
     tensor_names,
     tensor_shape,
@@ -38,6 +37,18 @@ from kvrt_models.weights.int8_weights import Watch
 from kvrt_models.weights.loading import Weights, read_weights
 from kvrt_models.weights.source import WeightSource, check_shape, folder_source, gguf_source
 from kvrt_models.weights.types import WeightChoice, WeightType, default_type
+
+# What stands before the names of a layer's tensors.
+_LAYERS = ("blk.", "layers.")
+# Beginnings of names in Hugging Face's folders and what stands there instead where a part of a
+# model was saved: the text part of one with pictures, as older and newer files call it, or all
+# but the head.
+_PARTS = (
+    ("", ""),
+    ("", "language_model."),
+    ("model.", "model.language_model."),
+    ("model.", ""),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -244,7 +255,7 @@ def _gguf_spec(path: Path) -> tuple[gguf.GGUFFile, DecoderSpec, dict[str, list[s
         names = {name: [gguf_name(described, name)] for name in tensor_names(described)}
         shapes = {called: tensor_shape(described, name) for name, (called,) in names.items()}
         file = dataclasses.replace(file, tensors=_fitted(file.tensors, shapes))
-    _check_names(model_name(path), described, _present(names, set(file.tensors)))
+    _check_names(model_name(path), described, names, set(file.tensors))
     return file, described, names
 
 
@@ -260,7 +271,7 @@ def _fitted(
     for name, shape in wanted.items():
         if name in tensors:
             if _bare(tensors[name].shape) != _bare(shape):
-                check_shape(name, tensors[name].shape, shape)
+                check_shape([name], tensors[name].shape, shape)
             fitted[name] = dataclasses.replace(tensors[name], shape=shape)
     return fitted
 
@@ -286,9 +297,8 @@ def _folder_spec(path: Path) -> tuple[safetensors.Folder, DecoderSpec, dict[str,
     for name, called in names.items():
         other = other_hf_names(described, called)
         names[name] = other if other[0] in folder.tensors else called
-    prefix = hf_prefix(described)
-    present = {t.removeprefix(prefix) for t in _present(names, set(folder.tensors))}
-    _check_names(path.resolve().name, described, present)
+    names = _as_stored(names, folder.tensors)
+    _check_names(path.resolve().name, described, names, set(folder.tensors))
     return folder, described, names
 
 
@@ -299,10 +309,19 @@ def _folder(path: Path) -> tuple[str, WeightSource, tokenizer.Tokenizer]:
     return path.resolve().name, folder_source(folder, described, names), text
 
 
-def _present(names: Mapping[str, Sequence[str]], there: set[str]) -> set[str]:
-    """The tensors of a file by the decoder's names, others by the file's own."""
-    used = {part for parts in names.values() for part in parts}
-    return {name for name, parts in names.items() if there >= set(parts)} | (there - used)
+def _as_stored(names: Mapping[str, list[str]], there: Collection[str]) -> dict[str, list[str]]:
+    """Names of a folder's tensors, which may be those of a part: a model without its head."""
+    (embedding,) = names["token_embd.weight"]
+    for before, after in _PARTS:
+        if embedding.startswith(before) and after + embedding.removeprefix(before) in there:
+            return {
+                name: [
+                    after + part.removeprefix(before) if part.startswith(before) else part
+                    for part in parts
+                ]
+                for name, parts in names.items()
+            }
+    return dict(names)
 
 
 @contextlib.contextmanager
@@ -314,22 +333,38 @@ def _naming(path: Path) -> Iterator[None]:
         raise type(error)(f"{path}: {error}") from error
 
 
-def _check_names(name: str, described: DecoderSpec, present: set[str]) -> None:
-    names = tensor_names(described)
-    missing = sorted(set(names) - present)
+def _check_names(
+    title: str, described: DecoderSpec, names: Mapping[str, Sequence[str]], there: set[str]
+) -> None:
+    """Refuses a file without tensors of the model, or with others in its layers.
+
+    Args:
+      title: of the model, for messages.
+      described: the model.
+      names: what the file calls each tensor of the decoder.
+      there: what it has.
+
+    Raises:
+      BadModelFile: tensors are missing.
+      UnsupportedModel: the layers have others.
+    """
+    wanted = {part for parts in names.values() for part in parts}
+    missing = sorted(wanted - there)
     if missing:
+        like = f"; its own are called like {min(there)[:60]!r}" if there.isdisjoint(wanted) else ""
         raise BadModelFile(
-            f"{name} lacks {len(missing)} of {len(names)} tensors, the first {missing[0]!r}; "
-            "fetch the model again"
+            f"{title} lacks {len(missing)} of {len(wanted)} tensors, the first {missing[0]!r}"
+            f"{like}; fetch the model again"
         )
     # A weight left out would give wrong text; old files keep frequencies, which follow from config.
+    layers = {part[: part.find(x) + len(x)] for part in wanted for x in _LAYERS if x in part}
     unknown = sorted(
         t
-        for t in present - set(names)
-        if t.startswith(("blk.", "model.layers.")) and not t.endswith("rotary_emb.inv_freq")
+        for t in there - wanted
+        if t.startswith(tuple(layers)) and not t.endswith("rotary_emb.inv_freq")
     )
     if unknown:
         raise UnsupportedModel(
-            f"{name} has {len(unknown)} tensors in its layers that no {described.arch} model here "
+            f"{title} has {len(unknown)} tensors in its layers that no {described.arch} model here "
             f"uses, the first {unknown[0][:60]!r}; take an unmodified, unquantized model"
         )

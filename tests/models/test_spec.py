@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 from headers import GOLDEN, TENSORS, Shaped, gguf, hf, metadata, refused
+from safetensors.numpy import load_file, save_file
 
 from kvrt.errors import BadModelFile
 from kvrt.store import rope
@@ -358,14 +359,45 @@ def folder(tmp_path, **change):
     ("change", "words"),
     [
         (dict(hidden_size="32"), "config.json: the model's header is damaged: 'hidden_size'"),
-        (dict(mlp_bias=True), "lacks 6 of 27 tensors, the first 'blk.0.ffn_down.bias'"),
+        (dict(mlp_bias=True), "lacks 6 of 27 tensors, the first 'model.layers.0.mlp.down_pr"),
         (dict(num_hidden_layers=1), "9 tensors in its layers that no llama model here uses"),
-        (dict(head_dim=32), "tensor 'blk.0.attn_q.weight' has shape (64, 32), (128, 32) wanted"),
+        (dict(head_dim=32), "layers.0.self_attn.q_proj.weight' has shape (64, 32), (128, 32)"),
         (dict(vocab_size=255), "the tokenizer has 256 tokens, the embedding 255"),
     ],
 )
 def test_a_folder_that_contradicts_its_weights_is_refused(tmp_path, change, words):
     refused(words, lambda: load.load(folder(tmp_path, **change)))
+
+
+def renamed(tmp_path, before, after):
+    """The golden llama whose tensors are called otherwise."""
+    copied = folder(tmp_path)
+    file = copied / "model.safetensors"
+    found = load_file(file)
+    begins = {n: n.startswith(before) for n in found}
+    save_file({after + n.removeprefix(before) if begins[n] else n: found[n] for n in found}, file)
+    return copied
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("model.", ""), ("", "language_model."), ("model.", "model.language_model.")],
+)
+def test_a_part_of_a_model_is_read_by_its_names(tmp_path, before, after):
+    file, found, names = load._folder_spec(renamed(tmp_path, before, after))
+    assert names["token_embd.weight"] == [f"{after}{'' if before else 'model.'}embed_tokens.weight"]
+    assert found == hf() and {x for parts in names.values() for x in parts} <= set(file.tensors)
+    more = file.path / "model.safetensors"
+    layer = names["blk.0.attn_norm.weight"][0].replace("input_layernorm", "third_norm")
+    save_file(load_file(more) | {layer: np.ones(32, np.float32)}, more)
+    refused(f"the first '{layer}'", lambda: load.describe_model(file.path))
+
+
+def test_a_folder_of_other_names_is_told_with_them(tmp_path):
+    words = (
+        "lacks 21 of 21 tensors, the first 'lm_head.weight'; its own are called like 'base.lm_he"
+    )
+    refused(words, lambda: load.describe_model(renamed(tmp_path, "", "base.")))
 
 
 def test_a_gguf_that_contradicts_its_tensors_is_refused_before_they_are_read(tmp_path, monkeypatch):

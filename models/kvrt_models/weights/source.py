@@ -31,6 +31,7 @@ class WeightSource:
       spec: of the decoder.
       tensor: reads a tensor by its GGUF name.
       rows: opens a tensor to be read by rows.
+      called: what the files call a tensor, or those that it is made of.
       files: that hold the tensors.
       notes: lines about the description, for people.
     """
@@ -38,6 +39,7 @@ class WeightSource:
     spec: DecoderSpec
     tensor: Callable[[str], np.ndarray]
     rows: Callable[[str], Rows]
+    called: Mapping[str, Sequence[str]]
     files: tuple[Path, ...]
     notes: tuple[str, ...] = ()
 
@@ -48,7 +50,7 @@ class WeightSource:
           BadModelFile: it has another, or cannot be read.
         """
         x = self.tensor(name)
-        check_shape(name, x.shape, tensor_shape(self.spec, name))
+        check_shape(self.called[name], x.shape, tensor_shape(self.spec, name))
         return x
 
     def weight(self, names: Sequence[str], dtype: Any = None) -> np.ndarray:
@@ -82,6 +84,7 @@ def gguf_source(
         spec=spec,
         tensor=lambda name: gguf.read_gguf_tensor(file, names[name][0]),
         rows=rows,
+        called=names,
         files=file.parts,
         notes=departures(file.metadata),
     )
@@ -108,22 +111,23 @@ def folder_source(
                 folder, called, slice(start, end)
             )
         x = tensor(name)
-        check_shape(name, x.shape, shape)
+        check_shape(names[name], x.shape, shape)
         flat = x.reshape(-1, x.shape[-1])
         return lambda start, end: flat[start:end]
 
     files = tuple(dict.fromkeys(folder.tensors[part] for many in names.values() for part in many))
-    return WeightSource(spec=spec, tensor=tensor, rows=rows, files=files)
+    return WeightSource(spec=spec, tensor=tensor, rows=rows, called=names, files=files)
 
 
-def check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
-    """Refuses a tensor of another shape than the description's.
+def check_shape(called: Sequence[str], found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    """Refuses a tensor of another shape than the description's, by its names in the files.
 
     Raises:
       BadModelFile: it has one.
     """
     if found != wanted:
-        raise BadModelFile(f"tensor {name!r} has shape {found}, {wanted} wanted")
+        others = f" with {len(called) - 1} more" if len(called) > 1 else ""
+        raise BadModelFile(f"tensor {called[0]!r}{others} has shape {found}, {wanted} wanted")
 
 
 def _is_stored_so(name: str) -> bool:
