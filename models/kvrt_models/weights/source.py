@@ -13,6 +13,7 @@ from kvrt.errors import BadModelFile
 from kvrt_models.file_digest import kept_digest
 from kvrt_models.gguf import file as gguf
 from kvrt_models.gguf.departures import departures
+from kvrt_models.hf import latent as hf_latent
 from kvrt_models.hf import safetensors
 from kvrt_models.hf import spec as hf_spec
 from kvrt_models.layers import expert_tensors, ssm
@@ -116,7 +117,14 @@ def folder_source(
         return lambda start, end: flat[start:end]
 
     files = tuple(dict.fromkeys(folder.tensors[part] for many in names.values() for part in many))
-    return WeightSource(spec=spec, tensor=tensor, rows=rows, called=names, files=files)
+    return WeightSource(
+        spec=spec,
+        tensor=tensor,
+        rows=rows,
+        called=names,
+        files=files,
+        notes=hf_latent.notes(folder.config, spec.experts),
+    )
 
 
 def check_shape(called: Sequence[str], found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
