@@ -23,10 +23,10 @@ from kvrt_models.identity import identity
 from kvrt_models.layers.linear import Matrix
 from kvrt_models.layers.tensors import (
     gguf_name,
+    gguf_shape,
     hf_names,
     other_hf_names,
     tensor_names,
-    tensor_shape,
     weight_parts,
     weight_shape,
 )
@@ -252,8 +252,9 @@ def _gguf_spec(path: Path) -> tuple[gguf.GGUFFile, DecoderSpec, dict[str, list[s
         if "rope_freqs.weight" in file.tensors:
             factors = gguf.read_gguf_tensor(file, "rope_freqs.weight")
             described = gguf_spec.with_freq_factors(described, tuple(map(float, factors)))
-        names = {name: [gguf_name(described, name)] for name in tensor_names(described)}
-        shapes = {called: tensor_shape(described, name) for name, (called,) in names.items()}
+        there = file.tensors.keys()
+        names = {name: [gguf_name(described, name, there)] for name in tensor_names(described)}
+        shapes = {x: gguf_shape(described, name, x) for name, (x,) in names.items()}
         file = dataclasses.replace(file, tensors=_fitted(file.tensors, shapes))
     _check_names(model_name(path), described, names, set(file.tensors))
     return file, described, names

@@ -250,5 +250,19 @@ def test_a_gguf_is_refused_in_one_line(change, words):
     refused(words, lambda: deepseek2(**change))
 
 
-def test_a_gguf_of_before_latents_is_refused():
-    refused("'attn_k_b' and 'attn_v_b' is not supported", lambda: gguf("deepseek2", **GGUF))
+def test_a_gguf_of_before_april_2025_says_the_same():
+    """Keys and values are described by head, and both matrices that make them are one tensor."""
+    older = dict(attention__key_length=24, attention__value_length=20, attention__head_count_kv=4)
+    older |= dict(attention__key_length_mla=None, attention__value_length_mla=None)
+    joined = "blk.0.attn_kv_b.weight"
+    found = gguf("deepseek2", {joined: Shaped((144, 32))}, **GGUF | older)
+    assert found == deepseek2()
+    for name in ("blk.0.attn_k_b.weight", "blk.0.attn_v_b.weight"):
+        assert tensors.gguf_name(found, name, [joined]) == joined
+        assert tensors.gguf_name(found, name, [joined, name]) == name
+        assert tensors.gguf_shape(found, name, joined) == (144, 32)
+    x = np.arange(144 * 32, dtype=np.float32).reshape(144, 32)
+    k, v = (tensors.tensor_from_gguf(found, f"blk.0.attn_{i}_b.weight", x) for i in "kv")
+    by_head = x.reshape(4, 36, 32)
+    np.testing.assert_array_equal(k, by_head[:, :16].swapaxes(1, 2))
+    np.testing.assert_array_equal(v, by_head[:, 16:])

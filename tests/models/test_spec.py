@@ -258,6 +258,14 @@ def test_keys_that_llama_cpp_reads_otherwise_are_told(arch, change, lines):
     assert all(part in line for part, line in zip(lines, told, strict=True))
 
 
+def test_experts_of_a_llama_are_a_mixture_in_every_layer():
+    """As of Mixtral, which goes by that name."""
+    of = gguf(expert_count=8, expert_used_count=2).experts
+    assert (of.layers, of.n_experts, of.n_used, of.n_ff) == ((0, 1), 8, 2, 96)
+    assert (of.scoring, of.n_ff_shared, of.bias) == ("softmax", 0, False)
+    refused("qwen2.expert_count' is 8, which is not", lambda: gguf("qwen2", expert_count=8))
+
+
 def test_loading_tells_of_such_keys(tmp_path, monkeypatch):
     header = tiny_gguf._add_header
     monkeypatch.setattr(
@@ -317,7 +325,7 @@ def test_frequency_divisors_must_fit():
         (dict(rope__dimension_count=32), "n_rot 32 exceeds head_dim 16"),
         (dict(rope__dimension_count=7), "n_rot is 7"),
         (dict(rope__freq_base=0.0), "'llama.rope.freq_base' is 0.0"),
-        (dict(expert_count=8), "'llama.expert_count' is 8, which is not supported; only 0"),
+        (dict(expert_count=8), "lacks 'llama.expert_used_count'"),
         (dict(context_length=0), "'llama.context_length' is 0"),
     ],
 )

@@ -16,6 +16,7 @@ MODELS = {
     "softmax": dict(sigmoid=False),
     "sigmoid": dict(),
     "yarn": dict(growth=0.8),
+    "joined": dict(joined=True),
 }
 
 

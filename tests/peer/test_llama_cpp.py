@@ -18,6 +18,7 @@ MODELS = {
     "qwen2": dict(arch="qwen2"),
     "qwen3": dict(arch="qwen3"),
     "tied": dict(tied=True),
+    "mixture": dict(mixture=True),
     "linear": dict(scaling="linear", factor=4.0),
     "yarn": dict(scaling="yarn", factor=4.0),
     "freq_factors": dict(freq_factors=True),

@@ -36,6 +36,7 @@ class TinyModel:
       scaling: RoPE scaling by `factor`, with yarn from half the trained length.
       factor: of the scaling.
       freq_factors: divides the frequencies by a tensor `rope_freqs.weight` (llama only).
+      mixture: `n_experts` networks in every layer, of which a token takes `n_used` (llama only).
       seed: of the weights.
     """
 
@@ -44,6 +45,7 @@ class TinyModel:
     scaling: Literal["none", "linear", "yarn"] = "none"
     factor: float = 1.0
     freq_factors: bool = False
+    mixture: bool = False
     seed: int = 0
     n_layers: int = 2
     n_ff: int = 96
@@ -108,6 +110,11 @@ def weights(model: TinyModel) -> dict[str, np.ndarray]:
         made[at + "self_attn.o_proj.weight"] = matrix(n, q, 0.6)
         if model.arch == "gpt-oss":
             made |= {at + name: w for name, w in _gpt_oss_weights(model, rng).items()}
+        elif model.mixture:
+            made[at + "mlp.router.weight"] = matrix(model.n_experts, n, 0.8)
+            for name, rows, columns in (("gate", ff, n), ("up", ff, n), ("down", n, ff)):
+                networks = [matrix(rows, columns, 0.8) for _ in range(model.n_experts)]
+                made[f"{at}mlp.experts.{name}.weight"] = np.stack(networks)
         else:
             made[at + "mlp.gate_proj.weight"] = matrix(ff, n, 0.8)
             made[at + "mlp.up_proj.weight"] = matrix(ff, n, 0.8)
@@ -222,10 +229,11 @@ def _add_header(writer: gguf.GGUFWriter, model: TinyModel) -> None:
         writer.add_sliding_window(model.window)
         writer.add_attn_logit_softcapping(model.score_cap)
         writer.add_final_logit_softcapping(model.logit_cap)
-    if model.arch == "gpt-oss":
-        writer.add_sliding_window(model.window)
+    if model.arch == "gpt-oss" or model.mixture:
         writer.add_expert_count(model.n_experts)
         writer.add_expert_used_count(model.n_used)
+    if model.arch == "gpt-oss":
+        writer.add_sliding_window(model.window)
         writer.add_expert_feed_forward_length(model.n_ff)
     if model.scaling == "none":
         return

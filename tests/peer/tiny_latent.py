@@ -22,11 +22,13 @@ class TinyLatent:
       sigmoid: experts are chosen by sigmoids with biases, in groups, as in V3; else as in V2.
       growth: YaRN's `mscale_all_dim`, 0 for no YaRN.
       factor: of YaRN.
+      joined: the matrices that make keys and values of latents are one, as before April 2025.
     """
 
     sigmoid: bool = True
     growth: float = 0.0
     factor: float = 4.0
+    joined: bool = False
     seed: int = 0
 
 
@@ -78,6 +80,9 @@ def weights(model: TinyLatent) -> dict[str, np.ndarray]:
         ff, end = (N_FF, "") if i == 0 else (N_FF_EXPERT * N_SHARED, "_shexp")
         layer |= {f"ffn_gate{end}": matrix(ff, N_EMBD), f"ffn_up{end}": matrix(ff, N_EMBD)}
         layer |= {f"ffn_down{end}": matrix(N_EMBD, ff)}
+        if model.joined:
+            pair = layer.pop("attn_k_b").swapaxes(1, 2), layer.pop("attn_v_b")
+            layer["attn_kv_b"] = np.concatenate(pair, axis=1).reshape(-1, RANK)
         if i:
             layer["ffn_gate_inp"] = matrix(N_EXPERTS, N_EMBD, gain=1.0)
             layer["ffn_gate_exps"] = matrix(N_EXPERTS, N_FF_EXPERT, N_EMBD)
@@ -98,11 +103,12 @@ def _add_header(writer: gguf.GGUFWriter, model: TinyLatent) -> None:
     writer.add_feed_forward_length(N_FF)
     writer.add_block_count(N_LAYERS)
     writer.add_head_count(N_HEADS)
-    writer.add_head_count_kv(1)
-    writer.add_key_length(RANK + ROPE)
-    writer.add_value_length(RANK)
-    writer.add_key_length_mla(NOPE + ROPE)
-    writer.add_value_length_mla(VALUE)
+    writer.add_head_count_kv(N_HEADS if model.joined else 1)
+    writer.add_key_length(NOPE + ROPE if model.joined else RANK + ROPE)
+    writer.add_value_length(VALUE if model.joined else RANK)
+    if not model.joined:
+        writer.add_key_length_mla(NOPE + ROPE)
+        writer.add_value_length_mla(VALUE)
     writer.add_kv_lora_rank(RANK)
     writer.add_q_lora_rank(20)
     writer.add_layer_norm_rms_eps(NORM_EPS)

@@ -56,27 +56,27 @@ def latent_spec_from_gguf(
 
 
 def _latent(keys: Header, tensors: Mapping[str, Any]) -> Latent:
-    if "blk.0.attn_k_b.weight" not in tensors:
-        raise UnsupportedModel(
-            "a deepseek2 without the tensors 'attn_k_b' and 'attn_v_b' is not supported; convert "
-            "the model with a llama.cpp of April 2025 or later"
-        )
+    """Sizes of the latents; files of before April 2025 say them of keys and values made of them."""
     most = spec.MAX_HEAD_DIM
+    before = "blk.0.attn_kv_b.weight" in tensors
+    end = "" if before else "_mla"
     rank, n_rope = (
         keys.whole("attention.kv_lora_rank", most=most),
         keys.whole("rope.dimension_count", most=most),
     )
-    head = keys.whole("attention.key_length_mla", least=n_rope + 1, most=2 * most)
-    for name, wanted in (("attention.key_length", rank + n_rope), ("attention.value_length", rank)):
+    head = keys.whole(f"attention.key_length{end}", least=n_rope + 1, most=2 * most)
+    usual = {"attention.key_length": rank + n_rope, "attention.value_length": rank}
+    usual = {} if before else usual
+    usual |= {"attention.head_count_kv": keys.whole("attention.head_count") if before else 1}
+    for name, wanted in usual.items():
         keys.only(name, wanted)
-    keys.only("attention.head_count_kv", 1)
     # Mistral Large 3, which goes by the same name.
     keys.only("attention.temperature_scale", 0.0)
     return Latent(
         rank=rank,
         n_rope=n_rope,
         n_nope=head - n_rope,
-        n_value=keys.whole("attention.value_length_mla", most=most),
+        n_value=keys.whole(f"attention.value_length{end}", most=most),
         q_rank=keys.whole("attention.q_lora_rank", 0, least=0),
         norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
     )

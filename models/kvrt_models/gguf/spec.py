@@ -60,7 +60,7 @@ def _attention_spec(keys: Header, arch: str, tensors: Mapping[str, Any]) -> Deco
     n_embd, n_heads = keys.whole("embedding_length"), _n_heads(keys, n_layers)
     head_dim = spec.head_dim_of(keys, "attention.key_length", n_embd, n_heads[0])
     usual = {"attention.value_length": head_dim, "attention.causal": True}
-    usual |= {} if arch == "gpt-oss" else {"expert_count": 0}
+    usual |= {} if arch in ("gpt-oss", "llama") else {"expert_count": 0}
     for key, value in usual.items():
         keys.only(key, value)
     rope = _rope(keys, tensors, arch, head_dim)
@@ -115,9 +115,19 @@ def _shape(tensors: Mapping[str, Any], name: str) -> tuple[int, ...]:
 
 
 def _plain(keys: Header, arch: str, n_layers: int, rope: RopeSpec) -> dict[str, Any]:
-    """Families whose layers are all alike."""
+    """Families whose layers are all alike; Mixtral goes by the name of llama."""
     kind = Layers(ids=tuple(range(n_layers)), rope=rope, window=_window(keys, arch))
-    return dict(layers=[kind])
+    n_experts = keys.whole("expert_count", 0, least=0, most=spec.MAX_EXPERTS)
+    if not n_experts:
+        return dict(layers=[kind])
+    experts = Experts(
+        layers=kind.ids,
+        n_experts=n_experts,
+        n_used=keys.whole("expert_used_count", most=n_experts),
+        n_ff=keys.whole("feed_forward_length"),
+        scoring="softmax",
+    )
+    return dict(layers=[kind], experts=experts)
 
 
 def _window(keys: Header, arch: str) -> int:

@@ -4,7 +4,7 @@ A decoder's weight is one tensor, or several stacked by rows: one long product r
 three short ones, for a step of one token is bound by how the matrices are read.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -68,6 +68,8 @@ _LATENT_NAMES = {
     "indexer_k_norm": "self_attn.indexer.k_norm",
     "indexer_weights": "self_attn.indexer.weights_proj",
 }
+# What GGUFs of before April 2025 call both matrices that make keys and values of latents.
+_JOINED, _OF_JOINED = "attn_kv_b", ("attn_k_b", "attn_v_b")
 _OF_HEADS = ("attn_q", "attn_k", "attn_v", "attn_q_norm", "attn_k_norm")
 # Decoder's names that the GGUF of a family has otherwise.
 _GGUF_NAMES = {"gpt-oss": {"ffn_norm": "post_attention_norm"}}
@@ -250,11 +252,27 @@ def _latent_shapes(of: DecoderSpec) -> dict[str, tuple[int, ...]]:
     }
 
 
-def gguf_name(of: DecoderSpec, name: str) -> str:
-    """What the GGUF of this family calls the tensor."""
+def gguf_name(of: DecoderSpec, name: str, there: Collection[str] = ()) -> str:
+    """What the GGUF of this family calls the tensor, or one `there` that it is a part of."""
     parts = name.split(".")
     parts[-2] = _GGUF_NAMES.get(of.arch, {}).get(parts[-2], parts[-2])
-    return ".".join(parts)
+    called = ".".join(parts)
+    joined = name.replace(parts[-2], _JOINED) if of.latent and parts[-2] in _OF_JOINED else called
+    return joined if joined in there and called not in there else called
+
+
+def gguf_shape(of: DecoderSpec, name: str, called: str) -> tuple[int, ...]:
+    """The shape that the tensor, or what it is a part of, must have in a GGUF."""
+    to = of.latent
+    if to is not None and f".{_JOINED}." in called:
+        return (of.n_heads * (to.n_nope + to.n_value), to.rank)
+    return tensor_shape(of, name)
+
+
+def tensor_from_gguf(of: DecoderSpec, name: str, x: np.ndarray) -> np.ndarray:
+    """The tensor of the decoder made of one of a GGUF."""
+    kind = name.split(".")[-2]
+    return _of_latent(of, kind, x) if of.latent and kind in _OF_JOINED else x
 
 
 def hf_names(of: DecoderSpec, name: str) -> list[str]:
@@ -291,11 +309,11 @@ def tensor_from_hf(of: DecoderSpec, name: str, parts: Sequence[np.ndarray]) -> n
     _, _, kind, what = ("", "", *name.split("."))[-4:]
     if expert_tensors.is_experts(kind):
         return expert_tensors.expert_from_hf(of, kind, what, parts)
-    return _of_latent(of, kind, parts[0]) if kind in ("attn_k_b", "attn_v_b") else parts[0]
+    return _of_latent(of, kind, parts[0]) if kind in _OF_JOINED else parts[0]
 
 
 def _of_latent(of: DecoderSpec, kind: str, x: np.ndarray) -> np.ndarray:
-    """One of the two matrices of every head that Hugging Face keeps as one, keys first.
+    """One of the two matrices of every head that many files keep as one, keys first.
 
     One of another size is left as it is: its shape is refused later.
     """

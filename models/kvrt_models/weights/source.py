@@ -17,7 +17,7 @@ from kvrt_models.hf import latent as hf_latent
 from kvrt_models.hf import safetensors
 from kvrt_models.hf import spec as hf_spec
 from kvrt_models.layers import expert_tensors, ssm
-from kvrt_models.layers.tensors import is_norm, tensor_from_hf, tensor_shape
+from kvrt_models.layers.tensors import is_norm, tensor_from_gguf, tensor_from_hf, tensor_shape
 from kvrt_models.spec import DecoderSpec
 
 # Gives rows [start, end) of a tensor, counted over all axes but the last.
@@ -83,7 +83,9 @@ def gguf_source(
 
     return WeightSource(
         spec=spec,
-        tensor=lambda name: gguf.read_gguf_tensor(file, names[name][0]),
+        tensor=lambda name: tensor_from_gguf(
+            spec, name, gguf.read_gguf_tensor(file, names[name][0])
+        ),
         rows=rows,
         called=names,
         files=file.parts,
