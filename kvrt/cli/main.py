@@ -15,6 +15,7 @@ from kvrt.cli.flags.other_names import other_programs
 from kvrt.cli.flags.topics import TOPICS
 from kvrt.cli.process import accelerators, output, status
 from kvrt.errors import KvrtError, UsageError
+from kvrt.files.named import check_named
 
 _HELP = """\
 usage: kvrt COMMAND [flags]
@@ -73,6 +74,7 @@ def _dispatch(args: Sequence[str]) -> int:
         options = parse.parse_flags(rest, command)
     except parse.HelpWanted as wanted:
         return _show(help_text(command=command, everything=wanted.everything) + "\n")
+    check_named(options.files())
     given = ()
     if isinstance(options, PromptFlags):
         # A mistake in a file is reported before JAX is loaded, which takes a second.

@@ -353,10 +353,10 @@ def test_files_that_are_wanted(batch, kvrt, tmp_path):
     fails(kvrt("batch", "-o", "x"), 2, "-i, --input FILE is wanted")
     fails(kvrt("batch", "-i", "x"), 2, "-o, --output FILE is wanted")
     fails(batch(lines=["nonsense\n"]), 2, "holds no request: line 1: no JSON")
-    fails(batch(lines=asked(1), out="in.jsonl"), 2, "is the file of the requests")
+    fails(batch(lines=asked(1), out="in.jsonl"), 2, "-i ", " name one file")
     fails(batch(given="none.jsonl"), 2, "none.jsonl: no such file or directory")
     done = batch("--metrics", tmp_path / "none" / "m", lines=asked(1))
-    fails(done, 2, "--metrics", "no such folder")
+    fails(done, 2, "--metrics", "there is no folder")
     assert not (tmp_path / "out.jsonl").exists()
 
 

@@ -18,7 +18,6 @@ from kvrt.cli.run.save import EVERY_S, Saver
 from kvrt.cli.session.open_session import check_fits, choose_sequence, is_library, open_existing
 from kvrt.config import CacheConfig
 from kvrt.errors import BadLogits, BadSession, SessionMismatch, UsageError
-from kvrt.files import atomic
 from kvrt.policies import AnyPolicy, ScoredPolicy
 from kvrt.program.sample import can_sample
 from kvrt.reuse.diff import common_prefix
@@ -104,8 +103,6 @@ class KeptSession:
                 f"{self._path}: is a folder of sessions, of a sequence each; name one for --seq"
             )
         if self._library is None:
-            if use.writes:
-                atomic.check_writable(self._path)
             if self._path.exists():
                 self.opened = choose_sequence(
                     open_existing(self._path), use.seq, is_new_one=use.writes

@@ -22,7 +22,6 @@ from kvrt.errors import (
     reason,
 )
 from kvrt.session import OpenedSession, described, fingerprint
-from kvrt.session.kv_file import frame
 from kvrt.session.manifest import Manifest
 from kvrt.session.orbax import folder
 
@@ -87,16 +86,6 @@ def existing(path: Path) -> Path:
     except OSError as error:
         raise UsageError(f"{path}: {reason(error)}; give the path of a session") from error
     return path
-
-
-def holds_session(path: Path) -> bool:
-    """Whether a session is at a path, sound or damaged, that no other output may replace."""
-    if path.is_dir():
-        return (path / folder.INDEX).exists()
-    if not path.is_file():
-        return False
-    with open(path, "rb") as file:
-        return frame.is_session(file.read(frame.PAGE))
 
 
 def is_library(path: Path) -> bool:

@@ -8,7 +8,7 @@ import dataclasses
 import enum
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -143,18 +143,12 @@ def keep_former(path: Path) -> Path:
       OSError: the system refuses the copy.
     """
     held = read_held(path)
-    for kept in _backups(path):
+    for kept in atomic.backup_names(path):
         with atomic.locked(kept):
             if _gives_way(kept, held):
                 _duplicate(path, kept)
                 return kept
     raise AssertionError("there are 2^31 names")
-
-
-def _backups(path: Path) -> Iterator[Path]:
-    yield path.with_name(f"{path.name}~")
-    for n in range(2, 1 << 31):
-        yield path.with_name(f"{path.name}~{n}")
 
 
 def _gives_way(kept: Path, held: SessionTokens) -> bool:
