@@ -12,7 +12,7 @@ from kvrt.files.named import check_named
 
 PATHS = {"FILE", "SESSION", "FOLDER", "DIR"}
 FLAGS = [(c, f) for c in COMMANDS for f in c.flags() if f.file is not None]
-WRITTEN = [(c, f) for c, f in FLAGS if f.file.is_written]
+WRITTEN = [(c, f) for c, f in FLAGS if f.file and f.file.is_written]
 PAIRS = [(c, a, b) for c, a in WRITTEN for d, b in FLAGS if d is c and a is not b]
 NAMES = [f"{c.name} {f.name}" for c, f in WRITTEN]
 FOREIGN = b"Dear diary,\n"

@@ -150,8 +150,10 @@ class Scheduler:
         self._requests.add(dst, self._n_steps)
         return 0
 
-    def cancel(self, request_id: str, sample: int | None = None) -> list[SeqState]:
-        """Ends a sample of a request, or all of them; those that it ended.
+    def cancel(
+        self, request_id: str, sample: int | None = None, reason: FinishReason = "cancelled"
+    ) -> list[SeqState]:
+        """Ends a sample of a request, or all of them, for a reason; those that it ended.
 
         Raises:
           BadRequest: nothing of that is being served.
@@ -162,7 +164,7 @@ class Scheduler:
             what = f"request {request_id!r}" + ("" if sample is None else f", sample {sample},")
             raise BadRequest(f"{what} is not being served; it ended or never came")
         for state in ended:
-            self.finish(state, "cancelled")
+            self.finish(state, reason)
         return ended
 
     def finish(
