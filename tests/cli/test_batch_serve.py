@@ -32,7 +32,7 @@ class Script:
 
     steps: list[list[Output]]
     asked: list[Request] = dataclasses.field(default_factory=list)
-    cancelled: list[tuple[str, int]] = dataclasses.field(default_factory=list)
+    cancelled: list[tuple[str, int | None, str]] = dataclasses.field(default_factory=list)
 
     @property
     def has_work(self):
@@ -46,7 +46,7 @@ class Script:
     def step(self):
         return self.steps.pop(0)
 
-    def cancel(self, request_id, sample, *, reason):
+    def cancel(self, request_id, sample=None, *, reason="cancelled"):
         self.cancelled.append((request_id, sample, reason))
 
 
