@@ -6,7 +6,7 @@ from kvrt.cli.flags.declare import Options, flag, flag_group
 from kvrt.errors import UsageError
 
 AUTO = "auto"
-_devices = functools.partial(flag, "Devices")
+_devices = functools.partial(flag, "Devices", advanced=True)
 _processes = functools.partial(
     flag, "Several processes (each is given the same flags but for --process_id)", advanced=True
 )
