@@ -119,7 +119,7 @@ def summary(outcome: Outcome) -> list[str]:
     """The lines that end a run."""
     stats = outcome.stats
     whole = outcome.n_prefilled == outcome.n_wanted
-    prompt = "" if whole else f"{outcome.n_prefilled} of "
+    prompt = "" if whole else f"{outcome.n_prefilled:,} of "
     prompt += f"{_count(outcome.n_wanted, 'token')} in {outcome.prefill_s:.2f} s"
     reason = _REASONS[outcome.finish_reason]
     seed = "" if outcome.seed is None else f"; seed {outcome.seed}"
@@ -209,13 +209,13 @@ def drop_lines(n_prompt: int, stats: Stats) -> list[str]:
     for drop in shown:
         n_read = drop.n_past + dropped
         # A shift makes room for a token that was sampled but not yet evaluated.
-        when = f"{n_read - n_prompt + 1} generated"
+        when = f"{n_read - n_prompt + 1:,} generated"
         if n_read < n_prompt:
-            when = f"{n_read} of the prompt's tokens"
-        lines.append(f"{drop.n_dropped} of {drop.n_past} dropped after {when}")
+            when = f"{n_read:,} of the prompt's tokens"
+        lines.append(f"{drop.n_dropped:,} of {drop.n_past:,} dropped after {when}")
         dropped += drop.n_dropped
     more = len(stats.drops) - len(lines)
-    return [*lines, f"and {more} more"] if more else lines
+    return [*lines, f"and {more:,} more"] if more else lines
 
 
 def outcome_json(
@@ -251,6 +251,8 @@ def outcome_json(
         "rss_bytes": rss_bytes(),
     }
     fields |= _where_used(stats)
+    if stats.unit != "cell":
+        fields["cache_unit"] = stats.unit
     if stats.select:
         n_read, n_cached = cells_read(outcome, stats.select)
         fields |= {"select": stats.select.name, "n_read": n_read, "n_cached": n_cached}
@@ -333,11 +335,12 @@ def _coloured(row: str):
 
 
 def _count(n: int, what: str) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
 
 
 def _used(stats: Stats) -> str:
-    return f"{stats.cells_used} of {stats.n_ctx} cells used, n_kv {stats.n_kv}"
+    used = f"{stats.cells_used:,} of {_count(stats.n_ctx, stats.unit)} used"
+    return f"{used}, n_kv {stats.n_kv:,}" if stats.unit == "cell" else used
 
 
 def _rate(n: int, seconds: float) -> float | None:
