@@ -251,8 +251,6 @@ def outcome_json(
         "rss_bytes": rss_bytes(),
     }
     fields |= _where_used(stats)
-    if stats.unit != "cell":
-        fields["cache_unit"] = stats.unit
     if stats.select:
         n_read, n_cached = cells_read(outcome, stats.select)
         fields |= {"select": stats.select.name, "n_read": n_read, "n_cached": n_cached}
@@ -267,8 +265,8 @@ def outcome_json(
 
 
 def _where_used(stats: Stats) -> dict[str, Any]:
-    """Fields of checkpoints and of drafts, where there were any."""
-    fields: dict[str, Any] = {}
+    """Fields of states in place of cells, of checkpoints and of drafts, where there were any."""
+    fields: dict[str, Any] = {} if stats.unit == "cell" else {"cache_unit": stats.unit}
     if _had_checkpoints(stats):
         lost = [{"pos": x.pos, "reason": x.reason} for x in stats.lost_checkpoints]
         fields |= {"n_checkpoints": stats.n_checkpoints, "lost_checkpoints": lost}
