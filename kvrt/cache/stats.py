@@ -5,8 +5,8 @@ from typing import Literal
 
 from kvrt.attention.choice import AttentionChoice
 from kvrt.attention.scored.policy import ScoredPolicy
-from kvrt.cellcache.checkpoint.checkpoints import Checkpoints
-from kvrt.cells import Cells, n_ctx, n_kv, n_used
+from kvrt.cellcache.host_cells import HostCells
+from kvrt.cells import n_ctx, n_kv, n_used
 from kvrt.kv_types import KeyDtypes, KVDtypes
 from kvrt.program.device import Device
 from kvrt.select_spec import Select
@@ -42,6 +42,8 @@ class Stats:
     """A snapshot of a `Runtime`.
 
     Attributes:
+      unit: counted by the next three: cells, or states where no layer has cells (recurrent layers
+        and policies by score keep one a sequence, however long its text is).
       n_ctx: cells.
       n_kv: highest cell in use plus one.
       cells_used: cells in use.
@@ -71,6 +73,7 @@ class Stats:
       select: how decode reads some cells, None where it reads all.
     """
 
+    unit: Literal["cell", "state"] = "cell"
     n_ctx: int
     n_kv: int
     cells_used: int
@@ -116,10 +119,11 @@ class Counts:
     n_drafted: int = 0
     n_accepted: int = 0
 
-    def snapshot(self, cells: Cells, device: Device, checkpoints: Checkpoints) -> Stats:
+    def snapshot(self, host: HostCells, device: Device) -> Stats:
         """All numbers as they are now."""
-        programs = device.programs
+        programs, cells, checkpoints = device.programs, host.cells, host.checkpoints
         return Stats(
+            unit="state" if host.main is None else "cell",
             n_ctx=n_ctx(cells),
             n_kv=int(n_kv(cells)),
             cells_used=int(n_used(cells)),

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 import kvrt
 from kvrt.cli.commands import COMMANDS
 from kvrt.cli.flags import parse
-from kvrt.cli.flags.evaluate import PromptFlags
+from kvrt.cli.flags.evaluate import ModelFlags, PromptFlags
 from kvrt.cli.flags.help_text import help_text
 from kvrt.cli.flags.other_names import other_programs
+from kvrt.cli.flags.serving import AnyModelFlags
+from kvrt.cli.flags.session_files import NamedModel
 from kvrt.cli.flags.topics import TOPICS
 from kvrt.cli.process import accelerators, output, status
 from kvrt.errors import KvrtError, UsageError
@@ -74,10 +76,14 @@ def _dispatch(args: Sequence[str]) -> int:
         options = parse.parse_flags(rest, command)
     except parse.HelpWanted as wanted:
         return _show(help_text(command=command, everything=wanted.everything) + "\n")
+    # A mistake in a name or a file is reported before JAX is loaded, which takes seconds.
+    if isinstance(options, ModelFlags | AnyModelFlags | NamedModel) and options.model is not None:
+        from kvrt_models import hub
+
+        hub.named(options.model)
     check_named(options.files())
     given = ()
     if isinstance(options, PromptFlags):
-        # A mistake in a file is reported before JAX is loaded, which takes a second.
         from kvrt.cli.run import prompt
 
         given = (prompt.read_prompt(options),)

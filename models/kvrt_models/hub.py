@@ -78,13 +78,23 @@ def resolve(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> P
       FetchError: a known name that could not be fetched or does not match its digest.
     """
     name = os.fspath(name_or_path)
-    path = os.path.expanduser(name)
-    if os.path.exists(path):
-        return _plain(Path(path))
-    source = KNOWN_MODELS.get(name)
+    source = named(name)
     if source is None:
-        raise _unknown(name)
+        return _plain(Path(os.path.expanduser(name)))
     return fetch(name, source, progress=progress)
+
+
+def named(name: str) -> KnownModel | None:
+    """The known model of that name, None for the path of a file or folder.
+
+    Raises:
+      UsageError: neither a path that exists nor a known name.
+    """
+    if os.path.exists(os.path.expanduser(name)):
+        return None
+    if name not in KNOWN_MODELS:
+        raise _unknown(name)
+    return KNOWN_MODELS[name]
 
 
 def _unknown(name: str) -> UsageError:

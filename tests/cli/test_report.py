@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -54,6 +55,24 @@ def test_summary_counts_and_rates():
         "cache      69 of 200 cells used, n_kv 70, 1.2 MB of f32",
         "upkeep     0 context shifts, 0 tokens dropped, 1 defrag",
     ]
+
+
+def test_every_number_of_a_summary_has_commas():
+    drop = DropEvent(seq_id=0, n_past=6400, n_dropped=3000)
+    stats = dataclasses.replace(
+        shifted(1500), n_ctx=8192, n_kv=7000, cells_used=6900, n_defrag=1100, drops=(drop,) * 1500
+    )
+    many = {"n_prompt": 50_000, "n_prefilled": 40_000, "n_generated": 21_000, "seed": None}
+    lines = summary.summary(dataclasses.replace(OUTCOME, stats=stats, prefill_s=50.0, **many))
+    assert "6,900 of 8,192 cells used, n_kv 7,000" in lines[4]
+    assert "1,500 context shifts, 45,000 tokens dropped, 1,100 defrags" in lines[5]
+    assert not [line for line in lines if re.search(r"(?<![.,\d])\d{4,}(?!\.)", line)], lines
+
+
+def test_states_are_not_called_cells():
+    stats = dataclasses.replace(STATS, unit="state", n_ctx=1, n_kv=1, cells_used=1)
+    lines = summary.summary(dataclasses.replace(OUTCOME, stats=stats))
+    assert lines[4] == "cache      1 of 1 state used, 1.2 MB of f32"
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ class KVFlags(Options):
 class StepFlags(Options):
     """How much a step does."""
 
-    n_ubatch: int = _cache(512, "tokens of the prompt that a prefill step takes", "N", low=1)
+    n_ubatch: int = _more(512, "tokens of the prompt that a prefill step takes", "N", low=1)
 
 
 @flag_group
@@ -53,9 +53,8 @@ class AttentionFlags(Options):
     )
     attention: Literal["auto", "chunked", "pallas_gpu", "pallas_tpu", "mosaic_gpu"] = _cache(
         "auto",
-        "compute attention by XLA (chunked), or by a kernel for GPUs (pallas_gpu; mosaic_gpu from "
-        "Ampere and JAX 0.11.1 on) or TPUs (pallas_tpu); auto takes the device's kernel if a "
-        "self-test passes, else chunked",
+        "XLA (chunked) or a kernel; auto takes the device's kernel if a self-test passes "
+        "(mosaic_gpu: Ampere and JAX 0.11.1 on)",
         "WAY",
     )
 
@@ -115,8 +114,8 @@ class CheckpointFlags(Options):
     )
     checkpoint_interval: int | None = _more(
         None,
-        "tokens from one to the next, at least those of a step, and whole blocks with --mode "
-        "paged; 0 makes them only where a prompt begins and ends, without the flag each step may",
+        "tokens from one to the next, at least those of a step, and whole blocks in paged mode; 0 "
+        "makes them only where a prompt begins and ends, without the flag each step may",
         "N",
         low=0,
     )

@@ -36,8 +36,8 @@ class SizeFlags(Options):
 
     n_ctx: int = _context(
         0,
-        "cells of the context; 0 takes a session's, or the length the model was trained for if "
-        "that needs at most a quarter of the free memory, else less, but what the prompt needs",
+        "cells of the context; 0 takes a session's, or the trained length as far as a quarter of "
+        "the free memory holds it, and at least prompt and answer",
         "N",
         short="c",
     )
@@ -127,13 +127,11 @@ class RunPolicyFlags(KeepFlags, SizeFlags):
     """What a run keeps that goes on beyond its context."""
 
     context_shift: bool = _context(True, "drop older tokens when the context is full, and continue")
-    policy: PolicyName | None = _policy(
+    policy: PolicyName | None = _context(
         None,
-        "what stays when the context is full: context_shift (the default) drops half of what "
-        "--keep leaves, attention_sinks keeps --n_sink first and --n_window last tokens, none ends "
-        "there; h2o, snapkv, tova, expected_attention and the others keep --policy_budget tokens a "
-        "kv head by score, from the beginning on (kvzip once the prompt was read twice, in several "
-        "times the time)",
+        "what a full context drops: context_shift (the default) half of what --keep leaves, "
+        "attention_sinks all but --n_sink first and --n_window last tokens, none ends there; "
+        "others keep --policy_budget tokens a kv head by score, from the start",
         "NAME",
     )
 
@@ -155,7 +153,7 @@ class BatchPolicyFlags(KeepFlags):
 
     policy: PolicyName = _context(
         "none",
-        "what a request keeps beyond --n_ctx_seq (none refuses it), or by score",
+        "what a request keeps beyond its share of the context (none refuses it), or by score",
         "NAME",
     )
 

@@ -67,8 +67,8 @@ class PromptFlags(Options):
     )
     chat: bool = _prompt(
         False,
-        "take the text as a user's message, by the model's chat template; with --session it "
-        "is the next turn of the conversation there",
+        "take the text as a user's message, by the model's chat template; with a session it is the "
+        "next turn of the conversation there",
     )
 
     system: str | None = _prompt(
@@ -244,11 +244,9 @@ class RunOptions(WriteFlags, TextFlags, SessionFlags, PromptFlags):
     cells: bool = _output(False, "print a map of the cells on standard error")
     draft: str | None = _length(
         None,
-        "verify several tokens a step; the text is the same. ngram drafts what followed the newest "
-        "tokens before, layerskip:E what the first E layers say, any other name is a smaller "
-        "model of the same vocabulary",
-        "ngram|layerskip:E|MODEL",
-        advanced=True,
+        "the same text sooner, from drafts verified a step: ngram (from the text so far), "
+        "layerskip:E (by the first E layers) or a smaller model's name",
+        "WAY",
     )
     n_draft: int = _length(
         8, "with --draft: tokens drafted a step", "K", low=1, most=64, advanced=True

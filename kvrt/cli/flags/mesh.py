@@ -7,7 +7,7 @@ from kvrt.errors import UsageError
 from kvrt.files.named import NamedFile
 
 AUTO = "auto"
-_devices = functools.partial(flag, "Devices")
+_devices = functools.partial(flag, "Devices", advanced=True)
 _processes = functools.partial(
     flag, "Several processes (each is given the same flags but for --process_id)", advanced=True
 )

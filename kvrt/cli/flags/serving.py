@@ -169,8 +169,8 @@ class ServeFlags(Options):
     )
     shared_reads: bool = _more(
         False,
-        "read what requests share, a system prompt or the prompt of several samples, once for all "
-        "of them in each step, where that is faster; sums round otherwise",
+        "attend to shared prefixes once per step when faster (cascade attention); the last bits "
+        "may differ",
     )
     salt: str | None = _more(
         None, "requests of different salts never share a prefix; a line may say its own", "TEXT"

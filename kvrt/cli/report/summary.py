@@ -119,7 +119,7 @@ def summary(outcome: Outcome) -> list[str]:
     """The lines that end a run."""
     stats = outcome.stats
     whole = outcome.n_prefilled == outcome.n_wanted
-    prompt = "" if whole else f"{outcome.n_prefilled} of "
+    prompt = "" if whole else f"{outcome.n_prefilled:,} of "
     prompt += f"{_count(outcome.n_wanted, 'token')} in {outcome.prefill_s:.2f} s"
     reason = _REASONS[outcome.finish_reason]
     seed = "" if outcome.seed is None else f"; seed {outcome.seed}"
@@ -209,13 +209,13 @@ def drop_lines(n_prompt: int, stats: Stats) -> list[str]:
     for drop in shown:
         n_read = drop.n_past + dropped
         # A shift makes room for a token that was sampled but not yet evaluated.
-        when = f"{n_read - n_prompt + 1} generated"
+        when = f"{n_read - n_prompt + 1:,} generated"
         if n_read < n_prompt:
-            when = f"{n_read} of the prompt's tokens"
-        lines.append(f"{drop.n_dropped} of {drop.n_past} dropped after {when}")
+            when = f"{n_read:,} of the prompt's tokens"
+        lines.append(f"{drop.n_dropped:,} of {drop.n_past:,} dropped after {when}")
         dropped += drop.n_dropped
     more = len(stats.drops) - len(lines)
-    return [*lines, f"and {more} more"] if more else lines
+    return [*lines, f"and {more:,} more"] if more else lines
 
 
 def outcome_json(
@@ -265,8 +265,8 @@ def outcome_json(
 
 
 def _where_used(stats: Stats) -> dict[str, Any]:
-    """Fields of checkpoints and of drafts, where there were any."""
-    fields: dict[str, Any] = {}
+    """Fields of states in place of cells, of checkpoints and of drafts, where there were any."""
+    fields: dict[str, Any] = {} if stats.unit == "cell" else {"cache_unit": stats.unit}
     if _had_checkpoints(stats):
         lost = [{"pos": x.pos, "reason": x.reason} for x in stats.lost_checkpoints]
         fields |= {"n_checkpoints": stats.n_checkpoints, "lost_checkpoints": lost}
@@ -333,11 +333,12 @@ def _coloured(row: str):
 
 
 def _count(n: int, what: str) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
 
 
 def _used(stats: Stats) -> str:
-    return f"{stats.cells_used} of {stats.n_ctx} cells used, n_kv {stats.n_kv}"
+    used = f"{stats.cells_used:,} of {_count(stats.n_ctx, stats.unit)} used"
+    return f"{used}, n_kv {stats.n_kv:,}" if stats.unit == "cell" else used
 
 
 def _rate(n: int, seconds: float) -> float | None:
