@@ -7,10 +7,11 @@ from pathlib import Path
 import jax
 
 from kvrt import PromptCache, session
+from kvrt.cli.ask.answers import end_answer
 from kvrt.cli.flags.session_files import AskOptions
 from kvrt.cli.process import output, status
 from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
-from kvrt.cli.report import summary
+from kvrt.cli.report.exactness import reused_part
 from kvrt.cli.run.generation import Generation, Reading
 from kvrt.cli.schema import opened
 from kvrt.cli.session.open_session import check_fits, follow, naming_session, open_existing
@@ -81,16 +82,11 @@ class _Prompt:
             spans=[(len(ids) - served.n_computed, len(ids))],
             n_done=served.n_computed,
             seconds=seconds,
+            reused=reused_part(runtime.n_exact(), "modules"),
         )
         job = Generation(options, self._model, runtime, reading, self._weights.note(self._model))
         reason = job.run(interrupt)
-        outcome = job.outcome(reason)
-        if options.json:
-            output.write_text(summary.outcome_json(outcome, question=options.question) + "\n")
-        else:
-            output.write_text("\n")
-            if not quiet:
-                output.note("\n".join(summary.summary(outcome)[:2]))
+        end_answer(options, job.outcome(reason), options.question or "")
         if job.failed is not None:
             raise job.failed
         return EXIT_CODE if reason == "interrupted" else 0
