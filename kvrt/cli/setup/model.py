@@ -37,6 +37,7 @@ def open_with_status(
         watch = Watch(
             tell=output.warn,
             show=lambda n, n_all: say(f"quantizing weights, {n} of {n_all}"),
+            digest=lambda: say("reading all of the model's file once, for its digest"),
             measure=lambda: say("measuring how this machine multiplies eight bits, once"),
         )
         opened = load.open_model(path, dtype=dtype, on_host=on_host, watch=watch)

@@ -206,7 +206,7 @@ def _in_bytes(n_bytes: int, spec: DecoderSpec, options: _Options) -> int:
 
 def layers_of_spec(spec: DecoderSpec, config: CacheConfig, policy: AnyPolicy | None) -> LayerKinds:
     """The layers of a model by what keeps them, before there are weights; raises BadConfig."""
-    heads = {i: spec.n_heads for g in spec.groups for i in g.all_layers}
+    heads = {i: spec.n_heads_of(i) for g in spec.groups for i in g.all_layers}
     scored = policy if isinstance(policy, ScoredPolicy) else None
     return by_kind(spec.groups, spec.recurrent, config, scored, heads)
 
