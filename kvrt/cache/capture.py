@@ -25,7 +25,14 @@ from kvrt.program.device import Device
 from kvrt.program.programs import Programs
 from kvrt.session import kv_arrays
 from kvrt.session.change import edit
-from kvrt.session.fingerprint import Fingerprint, check_match, describe, plain, with_scored
+from kvrt.session.fingerprint import (
+    Fingerprint,
+    check_match,
+    describe,
+    named_policy,
+    plain,
+    with_scored,
+)
 from kvrt.session.snapshot import (
     BLOCK_CELLS,
     GroupPart,
@@ -92,11 +99,10 @@ def fitted(
 
 
 def _policy(policy: AnyPolicy | None) -> dict[str, Any] | None:
-    return (
-        None
-        if policy is None
-        else {"name": type(policy).__name__, **plain(policy, omit_defaults=True)}
-    )
+    if policy is None:
+        return None
+    fields = plain(policy, omit_defaults=True) if dataclasses.is_dataclass(policy) else {}
+    return named_policy(policy, fields)
 
 
 def _select(cache: CellCache) -> Mapping[str, Any] | None:

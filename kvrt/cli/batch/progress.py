@@ -5,7 +5,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 
-from kvrt.cli.report.phrases import compiled, token_noun
+from kvrt.cli.report.phrases import compiled, nan_scores, token_noun
 from kvrt.cli.report.size import show_size
 from kvrt.serving.metrics import EngineStats
 
@@ -123,6 +123,8 @@ def _upkeep(stats: EngineStats) -> Iterator[str]:
     """What policies have dropped and what shortage has cost, where there was any."""
     if n := stats.drops.get("tokens", 0):
         yield f"dropped    {n:,} {token_noun(n)} by policies, beyond the context of their requests"
+    if stats.n_nan_scores:
+        yield f"policy     {nan_scores(stats.n_nan_scores)}"
     lost = stats.sequences
     n_evicted = sum(pool.n_evicted for pool in stats.pools)
     if lost["preempted"] or n_evicted:

@@ -135,6 +135,7 @@ def summary(outcome: Outcome) -> list[str]:
         f"{kv_types.described(stats.type_k, stats.type_v)}",
         *([f"           {checkpoint_line(stats)}"] if _had_checkpoints(stats) else []),
         *([f"policy     {kept_line(stats.scored)}"] if stats.scored else []),
+        *([f"           {phrases.nan_scores(stats.n_nan_scores)}"] if stats.n_nan_scores else []),
         *([f"reads      {read_line(outcome, stats.select)}"] if stats.select else []),
         f"upkeep     {_count(stats.n_shift, 'context shift')}, "
         f"{_count(stats.n_dropped, 'token')} dropped, {_count(stats.n_defrag, 'defrag')}"
