@@ -86,8 +86,7 @@ def open_session(path: str | Path, *, is_use: bool = True) -> OpenedSession:
     Raises:
       BadSession: it is damaged, or no session.
     """
-    path = Path(path)
-    return folder.open_session(path) if path.is_dir() else kv_file.open_session(path, is_use=is_use)
+    return _module(Path(path)).open_session(Path(path), is_use=is_use)
 
 
 def read(session: str | Path | OpenedSession) -> Snapshot:
@@ -126,10 +125,7 @@ def read_cells(path: str | Path, *, is_use: bool = True) -> tuple[Manifest, Tens
     Raises:
       BadSession: it is damaged, or no session.
     """
-    path = Path(path)
-    if path.is_dir():
-        return folder.read_cells(path)
-    return kv_file.read_cells(path, is_use=is_use)
+    return _module(Path(path)).read_cells(Path(path), is_use=is_use)
 
 
 def container_at(path: Path) -> Container:

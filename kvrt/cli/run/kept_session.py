@@ -17,7 +17,7 @@ from kvrt.cli.run.restore import Way
 from kvrt.cli.run.save import EVERY_S, Saver
 from kvrt.cli.session.open_session import check_fits, choose_sequence, is_library, open_existing
 from kvrt.config import CacheConfig
-from kvrt.errors import BadLogits, BadSession, SessionMismatch, UsageError
+from kvrt.errors import BadLogits, BadSession, KvrtError, SessionMismatch, UsageError
 from kvrt.files import atomic
 from kvrt.policies import AnyPolicy, ScoredPolicy
 from kvrt.program.sample import can_sample
@@ -264,7 +264,10 @@ class KeptSession:
         n_more = len(runtime.token_history()[1]) - self._n_held
         if reading.whole and not self._is_new(reading.ids, runtime):
             if self._library is not None and self._use.writes and self.opened is not None:
-                self._library.touch(self.opened.path)
+                try:
+                    self._library.touch(self.opened.path)
+                except KvrtError as error:
+                    output.warn(f"{self.opened.path}: its use is not noted: {error}")
         elif self._way is Way.APPENDED and not reading.whole:
             # Half of it would be held twice when the same command is given again.
             self._say(f"{self._path}: stays as it was, for not all of the prompt was read")

@@ -128,7 +128,7 @@ class Saver:
         """
         try:
             self.finish()
-        except KvrtError as error:  # of the index of a folder as well
+        except KvrtError as error:
             output.warn(f"{error}; the run continues and saves again")
         # Of one sequence beside others all keys and values are read and written anew.
         divided = container_at(self.path) == "folder" and self._seq_id is None
@@ -169,7 +169,10 @@ class Saver:
             ids = work.held.ids[: work.n_exact]
             if len(ids):
                 digest = fingerprint.digest(work.held.fingerprint)
-                self._library.add(done.path, digest, ids, done.saved.n_bytes)
+                try:
+                    self._library.add(done.path, digest, ids, done.saved.n_bytes)
+                except KvrtError as error:
+                    output.warn(f"{done.path}: saved, and not in the index: {error}")
 
     def _write(self, work: _Work) -> _Done:
         """Saves at the path, or, if that is refused, at a free name."""

@@ -9,10 +9,10 @@ from kvrt.cellcache import history as texts
 from kvrt.cellcache.history import TokenHistory
 from kvrt.cli.report import phrases
 from kvrt.cli.report.cell_map import signs
-from kvrt.cli.session.open_session import bytes_on_disk
 from kvrt.errors import BadSession
 from kvrt.session import OpenedSession, manifest
 from kvrt.session.kv_file.frame import PAGE
+from kvrt.session.library.stored import bytes_on_disk
 from kvrt.session.manifest import Blob, GroupEntry, Manifest
 
 _MAX_CELLS = 1 << 24  # of a map

@@ -26,7 +26,8 @@ def execute(options: LsOptions) -> int:
         found = folder.survey(library)
         entries, refused = found.entries, found.refused
         try:
-            folder.take_in(library, found)
+            if found.is_news:
+                library.take_in(entries, found.contents)
         except BadSession:
             raise
         except KvrtError as error:

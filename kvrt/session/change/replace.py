@@ -172,6 +172,8 @@ def _gives_way(kept: Path, held: SessionTokens) -> bool:
 
 def _duplicate(path: Path, kept: Path) -> None:
     """A second name for a file, or a copy where the file system has no such names."""
+    # A killed one may have left this very name: numbers of processes come again.
+    atomic.sweep(kept)
     new = atomic.temporary(kept)
     try:
         if path.is_dir():

@@ -31,6 +31,8 @@ from kvrt.session.divided.blocks import DividedBlocks, divided_groups
 from kvrt.session.kv_file import blobs
 from kvrt.session.kv_file.blobs import Tensors
 from kvrt.session.kv_file.file import Before, Saved
+from kvrt.session.library import stored
+from kvrt.session.library.stored import FOLDER_INDEX
 from kvrt.session.manifest import Blob, Manifest
 from kvrt.session.opened import OpenedSession, opened_session
 from kvrt.session.orbax import parts, write
@@ -42,7 +44,6 @@ from kvrt.store.quantized import AnyKVArray, each
 if TYPE_CHECKING:
     import jax
 
-INDEX = "session.json"
 _MAGIC = b"kvrt-kvd 1 "
 _N_HEAD = len(_MAGIC) + 6 + 1 + 64 + 1  # generation, space, sha256, newline
 _MAX_GENERATION = 999_999  # which six digits can say
@@ -103,7 +104,7 @@ def _follow(path: Path, groups: Sequence[DividedBlocks], team: Team) -> Saved:
 
 
 def _saved(path: Path) -> Saved:
-    n = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+    n = stored.bytes_on_disk(path)
     return Saved(n_bytes=n, n_written=n)
 
 
@@ -112,20 +113,23 @@ def read_manifest(path: Path) -> Manifest:
     return _index(path)[2]
 
 
-def read_cells(path: Path) -> tuple[Manifest, Tensors]:
-    """A session's manifest, and its cells, tokens and logits; raises BadSession."""
-    _, found, meta = _read_cells(path)
+def read_cells(path: Path, *, is_use: bool = True) -> tuple[Manifest, Tensors]:
+    """A session's manifest, and its cells, tokens and logits; raises BadSession.
+
+    With is_use=False the time of access of its index stays, where the system can.
+    """
+    _, found, meta = _read_cells(path, is_use)
     return found, meta
 
 
-def open_session(path: Path) -> OpenedSession:
+def open_session(path: Path, *, is_use: bool = True) -> OpenedSession:
     """All of a session but its cached keys and values, checked; raises BadSession."""
-    sha256, found, meta = _read_cells(path)
+    sha256, found, meta = _read_cells(path, is_use)
     return opened_session(path, found, sha256, meta)
 
 
-def _read_cells(path: Path) -> tuple[bytes, Manifest, Tensors]:
-    generation, sha256, found = _index(path)
+def _read_cells(path: Path, is_use: bool) -> tuple[bytes, Manifest, Tensors]:
+    generation, sha256, found = _index(path, is_use=is_use)
     name = codec.blob_names(found)[-1]
     try:
         part = _read_part(_rows(path, generation), len(found.blobs) - 1, found.meta, name)
@@ -184,13 +188,13 @@ def _begin(path: Path) -> tuple[int, bool]:
         path.mkdir(mode=0o700)
     elif not path.is_dir():
         raise SaveError(f"{path}: is a file; give another name for a session in a folder")
-    atomic.sweep(path / INDEX)
-    if not (path / INDEX).exists():
+    atomic.sweep(path / FOLDER_INDEX)
+    if not (path / FOLDER_INDEX).exists():
         if any(path.iterdir()):
             raise _no_session(path)
         _replace_index(path, 0, b"")
         return 1, True
-    with open(path / INDEX, "rb") as file:
+    with open(path / FOLDER_INDEX, "rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
             raise _no_session(path)
     try:
@@ -215,7 +219,7 @@ def _take_back(path: Path, generation: int, made: bool) -> None:
     shutil.rmtree(_rows(path, generation), ignore_errors=True)
     if made:
         with contextlib.suppress(OSError):
-            (path / INDEX).unlink()
+            (path / FOLDER_INDEX).unlink()
             path.rmdir()  # where nothing else is in it
 
 
@@ -227,7 +231,7 @@ def _rows_of_others(path: Path, generation: int | None) -> list[Path]:
 
 def _replace_index(path: Path, generation: int, data: bytes) -> None:
     head = _MAGIC + b"%06d %s\n" % (generation, hashlib.sha256(data).hexdigest().encode())
-    atomic.replace(path / INDEX, lambda fd: atomic.write_at(fd, head + data, 0))
+    atomic.replace(path / FOLDER_INDEX, lambda fd: atomic.write_at(fd, head + data, 0))
 
 
 def _no_session(path: Path) -> SaveError:
@@ -238,9 +242,11 @@ def _rows(path: Path, generation: int) -> Path:
     return path / f"rows-{generation:06d}"
 
 
-def _index(path: Path, known: OpenedSession | None = None) -> tuple[int, bytes, Manifest]:
+def _index(
+    path: Path, known: OpenedSession | None = None, *, is_use: bool = True
+) -> tuple[int, bytes, Manifest]:
     """The number of a session's checkpoint, the manifest's sha256, and the manifest."""
-    generation, body = _head(path)
+    generation, body = _head(path, is_use)
     if not generation:
         raise BadSession(f"{path}: its first save was not finished; save it again")
     sha256 = hashlib.sha256(body).digest()
@@ -254,21 +260,23 @@ def _index(path: Path, known: OpenedSession | None = None) -> tuple[int, bytes, 
     return generation, sha256, found
 
 
-def _head(path: Path) -> tuple[int, bytes]:
+def _head(path: Path, is_use: bool = True) -> tuple[int, bytes]:
     """That number, 0 before the first session is there, and the manifest in bytes."""
     try:
-        with regular.open_file(path / INDEX) as file:
+        with regular.open_file(path / FOLDER_INDEX) as file:
+            if not is_use:
+                stored.keep_atime(file.fileno())
             data = file.read(manifests.MAX_BYTES + _N_HEAD)
     except OSError as error:
         why = reason(error)
-        raise BadSession(f"{path}: {INDEX} cannot be read: {why}; give a session") from error
+        raise BadSession(f"{path}: {FOLDER_INDEX} cannot be read: {why}; give a session") from error
     head, body = data[:_N_HEAD], data[_N_HEAD:]
     generation, _, digest = head.removeprefix(_MAGIC).strip().partition(b" ")
     whole = head.startswith(_MAGIC) and generation.isdigit() and head.endswith(b"\n")
     if not whole or hashlib.sha256(body).hexdigest().encode() != digest:
         raise BadSession(
-            f"{path}: {INDEX} has another sha256 than it was written with, or another format; "
-            "the session is damaged, save it again"
+            f"{path}: {FOLDER_INDEX} has another sha256 than it was written with, or another "
+            "format; the session is damaged, save it again"
         )
     return int(generation), body
 
