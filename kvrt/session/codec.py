@@ -8,7 +8,7 @@ import numpy as np
 import kvrt
 from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.saved import SavedCells
-from kvrt.errors import BadSession, SaveError
+from kvrt.errors import DAMAGED, BadSession, SaveError
 from kvrt.session import checkpoints, described, expected, kv_arrays, owners
 from kvrt.session import manifest as manifests
 from kvrt.session.divided.division import Division, joined_pieces, pieces
@@ -206,7 +206,7 @@ def history_in(found: Manifest, meta: Tensors) -> TokenHistory:
         if n and not 0 <= x[1].min() <= x[1].max() < n_vocab:
             raise BadSession(
                 f"sequence {s} has tokens from {x[1].min()} to {x[1].max()}, the vocabulary has "
-                f"{n_vocab}; the session is damaged, save it again"
+                f"{n_vocab}; {DAMAGED}"
             )
         pieces[s] = (x,)
     return TokenHistory(pieces=pieces, n_marks=found.n_marks, exact=found.exact)
@@ -229,7 +229,7 @@ def _check_sequences(found: Manifest, held: TokenHistory) -> None:
     if wrong:
         raise BadSession(
             f"what is said of sequence {wrong[0]} (its newest position, states, logits or where "
-            "sampling stopped) contradicts its tokens; the session is damaged, save it again"
+            f"sampling stopped) contradicts its tokens; {DAMAGED}"
         )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from kvrt.cellcache.saved import KeptStates
 from kvrt.cellcache.window import Intervals, union
 from kvrt.config import MAX_POS, MAX_SEQUENCES
-from kvrt.errors import BadSession
+from kvrt.errors import DAMAGED, BadSession
 from kvrt.session import described
 from kvrt.session.divided import division
 from kvrt.session.divided.division import Division
@@ -146,7 +146,7 @@ def from_json(data: bytes) -> Manifest:
     try:
         top = _Fields(json.loads(data, parse_constant=_refuse_constant), "manifest")
     except (ValueError, RecursionError) as error:
-        raise BadSession(f"the manifest is no JSON: {_line(error)}; the file is damaged") from error
+        raise BadSession(f"the manifest is no JSON: {_line(error)}; {DAMAGED}") from error
     groups = tuple(map(_group, top.items("groups", MAX_GROUPS)))
     held = top.values.get("held")
     return Manifest(
@@ -339,7 +339,7 @@ def _whole(name: str, value: Any, most: int = MAX_POS) -> int:
 def _bad(name: str, value: Any, wanted: str) -> BadSession:
     found = repr(value)
     found = found if len(found) <= 60 else found[:57] + "..."
-    return BadSession(f"{name} is {found}, {wanted} is wanted; the file is damaged")
+    return BadSession(f"{name} is {found}, {wanted} is wanted; {DAMAGED}")
 
 
 def _refuse_constant(name: str) -> None:

@@ -15,7 +15,14 @@ from kvrt.cli.run.generation import Reading, all_of
 from kvrt.cli.run.prompt import Prompt
 from kvrt.cli.run.restore import Way
 from kvrt.cli.run.save import EVERY_S, Saver
-from kvrt.cli.session.open_session import check_fits, choose_sequence, is_library, open_existing
+from kvrt.cli.session.open_session import (
+    check_fits,
+    choose_sequence,
+    holds_session,
+    is_library,
+    open_existing,
+    real_path,
+)
 from kvrt.config import CacheConfig
 from kvrt.errors import BadLogits, BadSession, KvrtError, SessionMismatch, UsageError
 from kvrt.files import atomic
@@ -95,6 +102,7 @@ class KeptSession:
             seq_id=use.seq,
         )
         self._n_held = 0
+        self._damage = ""
         self._way = Way.COMPARED
         self.opened = None
         if self._library is not None and use.writes:
@@ -107,10 +115,28 @@ class KeptSession:
             if use.writes:
                 atomic.check_writable(self._path)
             if self._path.exists():
-                self.opened = choose_sequence(
-                    open_existing(self._path), use.seq, is_new_one=use.writes
-                )
-                self._saver.expect(self._path, _held(self.opened))
+                self._open()
+
+    def _open(self) -> None:
+        """Opens the file that is there; a damaged one that may be replaced counts as none."""
+        try:
+            opened = open_existing(self._path)
+        except BadSession as error:
+            self._replace_damaged(error)
+            return
+        self.opened = choose_sequence(opened, self._use.seq, is_new_one=self._use.writes)
+        self._saver.expect(self._path, _held(self.opened))
+
+    def _replace_damaged(self, error: BadSession) -> None:
+        """Does without a damaged session where --overwrite was given; else raises the error.
+
+        One of its sequences cannot be written beside others that cannot be read.
+        """
+        if not self._use.overwrite or self._use.seq is not None or not holds_session(self._path):
+            raise error
+        self._damage = str(error).partition("; ")[0].removeprefix(f"{self._path}: ")
+        self.opened = None
+        self._saver.expect_damage()
 
     def check(
         self, model: Opened, config: CacheConfig, policy: AnyPolicy | None, ids: Sequence[int]
@@ -244,18 +270,26 @@ class KeptSession:
         if self._library is not None:
             self._choose(self._library, runtime, ids)
         if self.opened is None:
-            self._say(f"{self._path}: nothing restored, {len(ids):,} computed: no such session yet")
-            return dataclasses.replace(all_of(ids), n_restored=0)
+            return self._begin_anew(ids)
+        try:
+            found = restore.restore_usable(
+                runtime, self.opened, ids, self._way, chunks=self._use.chunks
+            )
+        except BadSession as error:
+            self._replace_damaged(error)
+            return self._begin_anew(ids)
         self._n_held = len(self.opened.held[1])
-        found = restore.restore_usable(
-            runtime, self.opened, ids, self._way, chunks=self._use.chunks
-        )
         begins = bool(self.opened.seq_ids) and self.opened.seq_id not in self.opened.seq_ids
         new = f"{self._path}: sequence {self._use.seq} begins, {len(ids):,} computed"
         said, select = self.opened, runtime.config.select
         how = phrases.sampled_by(said.manifest, said.seq_id, select)
         self._say(new if begins else found.line + how)
         return found.reading
+
+    def _begin_anew(self, ids: list[int]) -> Reading:
+        why = f"damaged and replaced: {self._damage}" if self._damage else "no such session yet"
+        self._say(f"{self._path}: nothing restored, {len(ids):,} computed: {why}")
+        return dataclasses.replace(all_of(ids), n_restored=0)
 
     def after_prompt(self, runtime: Runtime, reading: Reading) -> None:
         """Starts to save the prompt, if there is more of it than the session holds."""
@@ -341,12 +375,6 @@ class KeptSession:
     def _say(self, line: str) -> None:
         if not self._use.quiet:
             output.note(line)
-
-
-def real_path(name: str | Path) -> Path:
-    """Where a session is written: what a link points to, so that the link stays one."""
-    path = Path(name)
-    return path.resolve() if path.is_symlink() else path
 
 
 def _held(opened: OpenedSession) -> SessionTokens:

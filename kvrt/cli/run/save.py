@@ -92,6 +92,7 @@ class Saver:
         self._every_s = every_s
         self._known: SessionTokens | None = None  # what this run read there, or wrote
         self._wrote = False
+        self._is_damaged = False  # what this run found there and replaces
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
         self._pending: tuple[_Work, Future[_Done]] | None = None
         self._together = False  # several processes write what is being saved
@@ -101,6 +102,10 @@ class Saver:
     def expect(self, path: Path, held: SessionTokens | None) -> None:
         """Names the session to write, and what was read from it."""
         self.path, self._known = path, held
+
+    def expect_damage(self) -> None:
+        """Notes that what stands at the path is damaged: it may go, and is kept as `F~`."""
+        self._is_damaged = True
 
     @property
     def alone(self) -> bool:
@@ -229,6 +234,9 @@ class Saver:
     def _protect(self, work: _Work, kept: list[Path], path: Path) -> None:
         """Refuses to lose what stands at a path, or keeps it as `F~`; runs under its lock."""
         if not os.path.lexists(path):
+            return
+        if self._is_damaged and not self._wrote:
+            kept.append(replace.keep_damaged(path))
             return
         try:
             now = replace.read_held(path, self._seq_id)

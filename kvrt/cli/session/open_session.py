@@ -89,6 +89,12 @@ def existing(path: Path) -> Path:
     return path
 
 
+def real_path(name: str | Path) -> Path:
+    """Where a session is written: what a link points to, so that the link stays one."""
+    path = Path(name)
+    return path.resolve() if path.is_symlink() else path
+
+
 def holds_session(path: Path) -> bool:
     """Whether a session is at a path, sound or damaged, that no other output may replace."""
     if path.is_dir():

@@ -156,12 +156,20 @@ def _part(part: GroupPart, group: CellGroup) -> GroupPart:
         pos=pos[left],
         seqs=seqs[left],
         lost=group.lost,
-        blocks=part.blocks if left.all() else list(_blocks(part.blocks, left)),
+        blocks=list(some_cells(part.blocks, left)),
     )
 
 
-def _blocks(blocks: Sequence[KVBlock], left: np.ndarray) -> Iterator[KVBlock]:
-    """The cells that are left, 256 in each block but the last."""
+def some_cells(blocks: Sequence[KVBlock], left: np.ndarray) -> Iterator[KVBlock]:
+    """The cells of a group that are left, 256 in each block but the last.
+
+    Args:
+      blocks: of the group.
+      left: by cell.
+    """
+    if left.all():
+        yield from blocks
+        return
     n_same = int(np.argmin(left)) // BLOCK_CELLS  # blocks before the first cell that goes
     yield from blocks[:n_same]
     at = np.flatnonzero(left[n_same * BLOCK_CELLS :])

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvrt.arrays import AnyArray, DeviceArray
-from kvrt.errors import BadSession, SaveError, reason
+from kvrt.errors import DAMAGED, BadSession, SaveError, reason
 from kvrt.files import atomic, regular
 from kvrt.session import codec, expected
 from kvrt.session import manifest as manifests
@@ -35,8 +35,7 @@ from kvrt.session.library import stored
 from kvrt.session.library.stored import FOLDER_INDEX
 from kvrt.session.manifest import Blob, Manifest
 from kvrt.session.opened import OpenedSession, opened_session
-from kvrt.session.orbax import parts, write
-from kvrt.session.orbax.read import Region, read_checkpoint, whole_array
+from kvrt.session.orbax import parts, rows, write
 from kvrt.session.orbax.team import Team
 from kvrt.session.snapshot import KVBlock, Snapshot
 from kvrt.store.quantized import AnyKVArray, each
@@ -92,9 +91,9 @@ def save(path: Path, snapshot: Snapshot, *, before: Before | None = None) -> Sav
 def _follow(path: Path, groups: Sequence[DividedBlocks], team: Team) -> Saved:
     """Takes part in the save that the first process leads."""
     with atomic.told_of(path):
-        rows = Path(team.hear()["rows"])
+        there = Path(team.hear()["rows"])
         try:
-            team.together(lambda: parts.write_own(rows, groups, team.index))
+            team.together(lambda: parts.write_own(there, groups, team.index))
         except BaseException:
             with contextlib.suppress(SaveError):
                 team.hear()
@@ -132,7 +131,7 @@ def _read_cells(path: Path, is_use: bool) -> tuple[bytes, Manifest, Tensors]:
     generation, sha256, found = _index(path, is_use=is_use)
     name = codec.blob_names(found)[-1]
     try:
-        part = _read_part(_rows(path, generation), len(found.blobs) - 1, found.meta, name)
+        part = rows.read_part(_rows(path, generation), len(found.blobs) - 1, found.meta, name)
     except BadSession as error:
         raise BadSession(f"{path}: {error}") from error
     return sha256, found, part
@@ -164,11 +163,21 @@ def read(
                 raise BadSession(f"{path}: {error}") from error
 
 
-def _read(rows: Path, found: Manifest, known: OpenedSession | None) -> Snapshot:
-    tensors = _read_rows(rows, found)
+def read_parts(path: Path) -> tuple[Manifest, list[Tensors | BadSession]]:
+    """The manifest of a damaged session, and each blob, or what is wrong with it.
+
+    Raises:
+      BadSession: the manifest is damaged.
+    """
+    generation, _, found = _index(path)
+    return found, rows.read_sound(_rows(path, generation), found)
+
+
+def _read(at: Path, found: Manifest, known: OpenedSession | None) -> Snapshot:
+    tensors = rows.read_rows(at, found)
     names = codec.blob_names(found)
     for i in range(len(tensors), len(names) - (known is not None)):
-        tensors.append(_read_part(rows, i, found.blobs[i], names[i]))
+        tensors.append(rows.read_part(at, i, found.blobs[i], names[i]))
     if known is None:
         return codec.from_tensors(found, tensors)
     return codec.from_tensors(found, [*tensors, known.meta], (known.groups, known.history))
@@ -248,7 +257,7 @@ def _index(
     """The number of a session's checkpoint, the manifest's sha256, and the manifest."""
     generation, body = _head(path, is_use)
     if not generation:
-        raise BadSession(f"{path}: its first save was not finished; save it again")
+        raise BadSession(f"{path}: its first save was not finished; {DAMAGED}")
     sha256 = hashlib.sha256(body).digest()
     if known is not None and known.sha256 == sha256:
         return generation, sha256, known.manifest
@@ -276,7 +285,7 @@ def _head(path: Path, is_use: bool = True) -> tuple[int, bytes]:
     if not whole or hashlib.sha256(body).hexdigest().encode() != digest:
         raise BadSession(
             f"{path}: {FOLDER_INDEX} has another sha256 than it was written with, or another "
-            "format; the session is damaged, save it again"
+            f"format; {DAMAGED}"
         )
     return int(generation), body
 
@@ -314,9 +323,9 @@ def _write(
                 write.write_checkpoint(new, tree)
         new.mkdir(exist_ok=True)
         if groups:
-            rows = new.absolute()
-            team.say({"rows": str(rows)})
-            said = team.together(lambda: parts.write_own(rows, groups, team.index))
+            here = new.absolute()
+            team.say({"rows": str(here)})
+            said = team.together(lambda: parts.write_own(here, groups, team.index))
             sums = parts.sums_in_order(said, groups)
         for i, tensors in enumerate(drafts[n_rows:], len(sums) + n_rows):
             atomic.replace(new / f"part-{i}", lambda fd, t=tensors: blobs.write_blob(fd, t, 0))
@@ -329,47 +338,6 @@ def _write(
         shutil.rmtree(private, ignore_errors=True)
         raise
     return sums
-
-
-def _read_rows(path: Path, found: Manifest) -> list[Tensors]:
-    """Blocks of keys and values, or pieces, each with the digest that the manifest says."""
-    held: list[dict[str, Region]] = []
-    for g, group in enumerate(found.groups):
-        if group.division is not None:
-            held += parts.regions(found, g)
-            continue
-        for i in range(len(group.blocks)):
-            specs, n = expected.row_block(found, g, i), len(held)
-            held.append({x: whole_array(f"{n}.{x}", spec) for x, spec in specs.items()})
-    wanted = [x for of in held for x in of.values()]
-    left = iter(read_checkpoint(path, wanted) if wanted else ())
-    # A digest goes by the order in which they were written.
-    tensors: list[Tensors] = [{x: next(left) for x in of} for of in held]
-    for blob, name, x in zip(found.blobs, codec.blob_names(found), tensors, strict=False):
-        if blobs.blob_digest(x) != (blob.n_bytes, blob.digest):
-            raise BadSession(
-                f"{name} has another xxh3-128 than it was written with; the session is damaged, "
-                "save it again"
-            )
-    return tensors
-
-
-def _read_part(path: Path, i: int, blob: Blob, name: str) -> Tensors:
-    try:
-        fd = regular.open_fd(path / f"part-{i}")
-    except OSError as error:
-        why = reason(error)
-        raise BadSession(f"{name} cannot be read: {why}; the session is damaged") from error
-    try:
-        n_file = os.fstat(fd).st_size
-        if n_file != blob.n_bytes:
-            raise BadSession(
-                f"{name} has {n_file} bytes, the manifest says {blob.n_bytes}; the session is "
-                "damaged"
-            )
-        return blobs.read_blob(fd, blob, name)
-    finally:
-        os.close(fd)
 
 
 def _placed(snapshot: Snapshot, sharding: Sharding) -> Snapshot:

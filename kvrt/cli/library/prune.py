@@ -6,11 +6,11 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from kvrt.cli.flags.session_files import PruneOptions
+from kvrt.cli.library import survey
+from kvrt.cli.library.ls import last_use
 from kvrt.cli.process import output
 from kvrt.cli.report.size import show_size
 from kvrt.cli.report.tables import table
-from kvrt.cli.session import folder
-from kvrt.cli.session.ls import last_use
 from kvrt.session.library.entries import Entry, due
 
 
@@ -22,8 +22,8 @@ def execute(options: PruneOptions) -> int:
       BadSession: the index is damaged.
       KvrtError: a file cannot be deleted.
     """
-    library, budget = folder.open_library(options.folder), options.max_bytes()
-    found = folder.survey(library)
+    library, budget = survey.open_library(options.folder), options.max_bytes()
+    found = survey.survey(library)
     wanted = gone = due(found.entries, budget)
     if gone and not options.dry_run:
         library.take_in(found.entries, found.contents)
@@ -41,7 +41,7 @@ class Report:
 
     def __init__(
         self,
-        found: folder.Survey,
+        found: survey.Survey,
         gone: Sequence[Entry],
         budget: int,
         in_use: Collection[str],
