@@ -70,6 +70,7 @@ def capture(
         logits={s: (pos, x[0]) for s, (pos, x) in cache.logits.known(ends).items()},
         draws=dict(draws),
         policy=_policy(cache.policy or cache.device.layout.policy),
+        policies={s: _settings(cache.policy) for s in ends} if cache.policy else {},
         select=_select(cache),
         checkpoints=checkpoint.parts(host.checkpoints),
         in_blocks=tuple(sorted(host.in_blocks)),
@@ -92,11 +93,11 @@ def fitted(
 
 
 def _policy(policy: AnyPolicy | None) -> dict[str, Any] | None:
-    return (
-        None
-        if policy is None
-        else {"name": type(policy).__name__, **plain(policy, omit_defaults=True)}
-    )
+    return None if policy is None else _settings(policy, omit_defaults=True)
+
+
+def _settings(policy: AnyPolicy, *, omit_defaults: bool = False) -> dict[str, Any]:
+    return {"name": type(policy).__name__, **plain(policy, omit_defaults=omit_defaults)}
 
 
 def _select(cache: CellCache) -> Mapping[str, Any] | None:

@@ -83,6 +83,7 @@ def manifest(
             logits={s: pos for s, (pos, _) in snapshot.logits.items()},
             draws=snapshot.draws,
             policy=snapshot.policy,
+            policies=snapshot.policies,
             select=snapshot.select,
             in_blocks=snapshot.in_blocks,
             meta=next(left),
@@ -147,6 +148,7 @@ def from_tensors(
         logits={s: (pos, _logits(meta, s, found)) for s, pos in found.logits.items()},
         draws=found.draws,
         policy=found.policy,
+        policies=found.policies,
         select=found.select,
         checkpoints=tuple(
             checkpoints.checkpoint_part(found, c, x, held)
@@ -216,7 +218,12 @@ def _check_sequences(found: Manifest, held: TokenHistory) -> None:
     """Refuses what the manifest says of sequences that hold something else, or nothing."""
     ends = {s: int(x[0][0].max()) for s, x in held.pieces.items() if x[0].size}
     wrong = [s for s, n in found.exact.items() if n > found.n_tokens.get(s, -1)]
-    wrong += [s for said in (found.ga_i, found.draws) for s in said if s not in held.pieces]
+    wrong += [
+        s
+        for said in (found.ga_i, found.draws, found.policies)
+        for s in said
+        if s not in held.pieces
+    ]
     wrong += [s for s, pos in found.logits.items() if ends.get(s) != pos]
     newest: dict[int, int] = {}  # position of each state
     for s, states in (found.held or {}).items():

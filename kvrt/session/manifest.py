@@ -98,6 +98,7 @@ class Manifest:
       checkpoints: context checkpoints; a session without any does not name them.
       in_blocks: sequences that lie in blocks; likewise.
       select: sparse reads, see `Snapshot`; likewise.
+      policies: policies by position, by sequence; likewise.
     """
 
     version: str
@@ -116,6 +117,7 @@ class Manifest:
     checkpoints: tuple[CheckpointEntry, ...] = ()
     in_blocks: tuple[int, ...] = ()
     select: Mapping[str, Any] | None = None
+    policies: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
     @property
     def blobs(self) -> tuple[Blob, ...]:
@@ -128,7 +130,7 @@ class Manifest:
 def to_json(manifest: Manifest) -> bytes:
     """The manifest in bytes."""
     said = dataclasses.asdict(manifest)
-    for name in ("checkpoints", "in_blocks", "select"):
+    for name in ("checkpoints", "in_blocks", "select", "policies"):
         if not said[name]:
             del said[name]
     for group in said["groups"]:
@@ -166,6 +168,7 @@ def from_json(data: bytes) -> Manifest:
         checkpoints=_checkpoints(top),
         in_blocks=_in_blocks(top),
         select=None if top.values.get("select") is None else top.plain("select"),
+        policies=top.by_seq("policies", _settings) if "policies" in top.values else {},
     )
 
 
@@ -322,6 +325,13 @@ def _draw(name: str, value: Any) -> SamplingState:
         n_drawn=x.whole("n_drawn", MAX_POS),
         sampling=sampling,
     )
+
+
+def _settings(name: str, value: Any) -> dict[str, Any]:
+    described.check_values(name, value)
+    if not isinstance(value, dict):
+        raise _bad(name, value, "an object")
+    return value
 
 
 def _list(name: str, value: Any, most: int) -> list:

@@ -2,8 +2,9 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -259,6 +260,25 @@ class KeptSession:
             return held + turn.ids
         more = prompt.behind(given, tokenizer)
         return held + ([] if newest is None or newest in tokenizer.eos_ids else [newest]) + more
+
+    def policy(self, ids: Sequence[int]) -> Mapping[str, Any] | None:
+        """The policy by position that the session was left with; None is none that is known.
+
+        It keeps no more of a prompt than both begin with. A run without a policy saves it again.
+        """
+        if self.opened is None or self._use.overwrite:
+            return None
+        said = self.opened.manifest.policies.get(self.opened.seq_id)
+        if said is not None and isinstance(said.get("n_keep"), int):
+            n = common_prefix(self.opened.held[1], np.asarray(ids, np.int32))
+            said = {**said, "n_keep": min(said["n_keep"], n)}
+        self._saver.policy = said
+        return said
+
+    @property
+    def path(self) -> Path:
+        """Where it is; of a folder where it will be, after `begin`."""
+        return self._path
 
     def begin(self, runtime: Runtime, ids: list[int]) -> Reading:
         """Restores what fits of the `tokens`, says so, and gives what is left to read.

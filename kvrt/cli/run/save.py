@@ -5,9 +5,10 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -65,6 +66,7 @@ class Saver:
 
     Attributes:
       path: where the next save goes.
+      policy: the policy by position that the session was left with, where the run has none.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Saver:
           seq_id: the sequence that is written, while others stay; None is the whole session.
         """
         self.path, self._seq_id = path, seq_id
+        self.policy: Mapping[str, Any] | None = None
         self._library, self._overwrite, self._quiet = library, overwrite, quiet
         self._every_s = every_s
         self._known: SessionTokens | None = None  # what this run read there, or wrote
@@ -138,6 +141,8 @@ class Saver:
         # Of one sequence beside others all keys and values are read and written anew.
         divided = container_at(self.path) == "folder" and self._seq_id is None
         taken = runtime.snapshot({} if draw is None else {0: draw}, divided=divided)
+        if self.policy is not None and not taken.policies and 0 in taken.seq_ids:
+            taken = dataclasses.replace(taken, policies={0: self.policy})
         self._since = time.monotonic()
         self._together = not self.alone and bool(divided_groups(taken))
         if jax.process_index():

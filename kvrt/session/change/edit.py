@@ -65,6 +65,7 @@ def cut(snapshot: Snapshot, seq_id: int, p0: int, p1: int | None = None) -> Snap
         ga_i=ga_i,
         logits={s: x for s, x in snapshot.logits.items() if s != seq_id},
         draws={s: x for s, x in snapshot.draws.items() if s != seq_id},
+        policies={s: x for s, x in snapshot.policies.items() if s in new.history.pieces},
         checkpoints=_up_to(snapshot.checkpoints, seq_id, p0),
         in_blocks=tuple(s for s in snapshot.in_blocks if s in new.history.pieces),
     )

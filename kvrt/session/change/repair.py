@@ -204,6 +204,7 @@ def _at_checkpoint(snapshot: Snapshot, seq_id: int, checkpoint: CheckpointPart) 
         ga_i={s: min(x, pos) for s, x in snapshot.ga_i.items() if s == seq_id},
         logits={},
         draws={},
+        policies={s: x for s, x in snapshot.policies.items() if s == seq_id},
         checkpoints=tuple(dataclasses.replace(x, seq_ids=(seq_id,)) for x in kept),
         in_blocks=tuple(s for s in snapshot.in_blocks if s == seq_id),
     )

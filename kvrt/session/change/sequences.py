@@ -137,6 +137,7 @@ def _renumbered(new: Snapshot, seq_id: int) -> Snapshot:
         ga_i=of(new.ga_i),
         logits=of(new.logits),
         draws=of(new.draws),
+        policies=of(new.policies),
         checkpoints=tuple(map(checkpoint, new.checkpoints)),
         in_blocks=(seq_id,) if new.in_blocks else (),
     )
@@ -153,6 +154,7 @@ def join_sequences(others: Snapshot, new: Snapshot) -> Snapshot:
         ga_i={**others.ga_i, **new.ga_i},
         logits={**others.logits, **new.logits},
         draws={**others.draws, **new.draws},
+        policies={**others.policies, **new.policies},
         checkpoints=others.checkpoints + new.checkpoints,
         in_blocks=tuple(sorted(others.in_blocks + new.in_blocks)),
     )
@@ -181,7 +183,7 @@ def cells_in_blocks(blocks: Sequence[KVBlock], n: int, n_whole: int = 0) -> list
     out, rest = list(blocks[:n_whole]), blocks[n_whole:]
     if not rest:
         return out
-    k, v = (kv_arrays.jocells_in_blocks([getattr(x, name) for x in rest]) for name in ("k", "v"))
+    k, v = (kv_arrays.join_blocks([getattr(x, name) for x in rest]) for name in ("k", "v"))
     for at in range(0, n - n_whole * BLOCK_CELLS, BLOCK_CELLS):
         here = slice(at, at + BLOCK_CELLS)
         out.append(KVBlock(k=kv_arrays.some(k, here), v=kv_arrays.some(v, here)))
