@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 
 from kvrt.errors import BadModelFile, UnsupportedModel
+from kvrt.exclusive import start_jax
 from kvrt_models import hub
 from kvrt_models.decoder import Decoder
 from kvrt_models.gguf import file as gguf
@@ -185,7 +186,9 @@ def open_model(
       BadModelFile: a file is damaged or incomplete.
       UnsupportedModel: an architecture, tensor type or tokenizer that kvrt does not know.
       FetchError: a known name could not be fetched.
+      UsageError: this process was forked from one where kvrt had started JAX.
     """
+    start_jax("load")
     path = hub.resolve(name_or_path, progress=progress)
     name, source, text = _folder(path) if path.is_dir() else _gguf(path)
     if text.n_vocab > source.spec.n_vocab:

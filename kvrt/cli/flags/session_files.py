@@ -271,6 +271,19 @@ class TrimOptions(QuietFlags, FileFlags):
 
 
 @flag_group
+class RepairOptions(QuietFlags, FileFlags):
+    """Values of the flags of `kvrt repair`."""
+
+    output: str | None = _session(
+        None,
+        "write what is sound there; else in its own place, and the damaged session stays as "
+        "SESSION~",
+        "FILE",
+        short="o",
+    )
+
+
+@flag_group
 class ConvertOptions(QuietFlags, NamedWeights, NewFileFlags, FileFlags):
     """Values of the flags of `kvrt convert`; a model is for a file of another program."""
 

@@ -2,7 +2,7 @@
 
 from kvrt.cli.flags.cache import PlacementFlags
 from kvrt.cli.flags.evaluate import EvalFlags
-from kvrt.cli.process import status
+from kvrt.cli.process import output, status
 from kvrt.cli.process.interrupt import Interrupt
 from kvrt.cli.run import prompt
 from kvrt.cli.run.compress import is_compressed, read_compressed
@@ -11,6 +11,7 @@ from kvrt.cli.run.kept_session import KeptSession
 from kvrt.cli.session.open_session import follow, follow_types
 from kvrt.cli.setup.model import compile_programs, open_with_status
 from kvrt.cli.setup.open_runtime import open_runtime
+from kvrt.cli.setup.policy import follow_policy, followed
 from kvrt.cli.setup.weights import choose_weights
 from kvrt.config import CacheConfig
 from kvrt.policies import AnyPolicy
@@ -52,6 +53,8 @@ class PromptRun:
             window_sinks=options.window_sinks,
         )
         self._ids = self._tokens(given)
+        if kept is not None:
+            options = self._options = self._with_policy(kept)
         self.runtime = open_runtime(
             options, self.model, self._ids, self._check, n_prompt=len(self._ids), quiet=quiet
         )
@@ -60,6 +63,14 @@ class PromptRun:
     def n_prompt(self) -> int:
         """Tokens of the prompt, those that it follows included."""
         return len(self._ids)
+
+    def _with_policy(self, kept: KeptSession) -> EvalFlags:
+        """The options with the session's policy by position, which is said where it matters."""
+        said, before = kept.policy(self._ids), self._options
+        options = follow_policy(before, said, self._ids, self.model.tokenizer)
+        if (flags := followed(before, options)) and not self._quiet:
+            output.note(f"{kept.path}: {flags}, as the session was left")
+        return options
 
     def _tokens(self, given: prompt.Prompt) -> list[int]:
         """All tokens of the prompt, those that it follows included."""
