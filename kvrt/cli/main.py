@@ -17,6 +17,7 @@ from kvrt.cli.flags.session_files import NamedModel
 from kvrt.cli.flags.topics import TOPICS
 from kvrt.cli.process import accelerators, output, status
 from kvrt.errors import KvrtError, UsageError
+from kvrt.files.named import check_named
 
 _HELP = """\
 usage: kvrt COMMAND [flags]
@@ -80,6 +81,7 @@ def _dispatch(args: Sequence[str]) -> int:
         from kvrt_models import hub
 
         hub.named(options.model)
+    check_named(options.files())
     given = ()
     if isinstance(options, PromptFlags):
         from kvrt.cli.run import prompt

@@ -17,6 +17,7 @@ from kvrt.cli.flags.run_session import ReplaceFlags, SequenceFlags
 from kvrt.cli.report.size import parse_size
 from kvrt.config import MAX_SEQUENCES
 from kvrt.errors import UsageError
+from kvrt.files import kinds
 from kvrt.kv_types import KVDtype
 
 Target = Literal[
@@ -31,21 +32,25 @@ _output = functools.partial(flag, "Output")
 
 
 def _schema(help: str) -> Any:
-    return _session(None, f"{help}; see kvrt help schema", "FILE", advanced=True)
+    return _session(None, f"{help}; see kvrt help schema", "FILE", advanced=True, file=kinds.INPUT)
 
 
 @flag_group
 class FileFlags(Options):
     """A session that is there."""
 
-    session: str | None = _session(None, "the session file", "SESSION", place=True, needed=True)
+    session: str | None = _session(
+        None, "the session file", "SESSION", place=True, needed=True, file=kinds.INPUT
+    )
 
 
 @flag_group
 class NewFileFlags(Options):
     """A session that is made."""
 
-    output: str | None = _session(None, "the session file to write", "FILE", short="o", needed=True)
+    output: str | None = _session(
+        None, "the session file to write", "FILE", short="o", needed=True, file=kinds.NEW
+    )
 
 
 @flag_group
@@ -66,6 +71,9 @@ class JsonFlags(Options):
 class PrefillOptions(QuietFlags, TextFlags, PromptFlags, ReplaceFlags, NewFileFlags):
     """Values of the flags of `kvrt prefill`."""
 
+    output: str | None = _session(
+        None, "the session file to write", "FILE", short="o", needed=True, file=kinds.SESSION
+    )
     schema: str | None = _schema("compute the modules of a schema, each once and alone")
 
     as_chunk: bool = _session(
@@ -101,6 +109,7 @@ class QuestionFlags(Options):
         "its answer, not with --quiet",
         "FILE",
         short="F",
+        file=kinds.INPUT,
     )
 
 
@@ -109,7 +118,7 @@ class BlendFlags(Options):
     """How chunks are blended, and where texts are kept."""
 
     chunk_dir: str | None = _cache(
-        None, "a folder that keeps chunks of texts, and finds them", "DIR"
+        None, "a folder that keeps chunks of texts, and finds them", "DIR", file=kinds.SESSIONS
     )
     ratio: float = _chunks(
         0.15, "of the tokens of chunks, how many are computed again", "R", most=1
@@ -131,6 +140,7 @@ class ChunkFlags(BlendFlags):
         "in place of SESSION: a text file, or what kvrt prefill --as_chunk made of one; give it "
         "once for each, in the order of the text",
         "FILE",
+        file=kinds.INPUT,
     )
     auto_ratio: bool = _chunks(
         False,
@@ -143,7 +153,9 @@ class ChunkFlags(BlendFlags):
 class AskedFile(Options):
     """The session of a question; with chunks its place is the question's."""
 
-    session: str | None = _session(None, "the session file", "SESSION", place=True)
+    session: str | None = _session(
+        None, "the session file", "SESSION", place=True, file=kinds.INPUT
+    )
 
 
 @flag_group
@@ -202,7 +214,9 @@ class InspectOptions(JsonFlags, NamedModel, FileFlags):
 
     cells: bool = _output(False, "a map of the cells of each group")
     tokens: bool = _output(False, "ids of the tokens of each sequence; their text too with -m")
-    html: str | None = _output(None, "write a page with the map of the cells", "FILE")
+    html: str | None = _output(
+        None, "write a page with the map of the cells", "FILE", file=kinds.PAGE
+    )
 
     def check(self) -> None:
         """Wants a model for texts only."""
@@ -267,6 +281,7 @@ class TrimOptions(QuietFlags, FileFlags):
         "write it there; else in its own place, where what --keep drops stays as SESSION~",
         "FILE",
         short="o",
+        file=kinds.NEW,
     )
 
 
@@ -343,7 +358,9 @@ class ConvertOptions(QuietFlags, NamedWeights, NewFileFlags, FileFlags):
 class FolderFlags(Options):
     """A folder of sessions."""
 
-    folder: str | None = _session(None, "the folder", "FOLDER", place=True, needed=True)
+    folder: str | None = _session(
+        None, "the folder", "FOLDER", place=True, needed=True, file=kinds.INPUT
+    )
 
 
 @flag_group

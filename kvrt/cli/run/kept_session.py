@@ -26,7 +26,6 @@ from kvrt.cli.session.open_session import (
 )
 from kvrt.config import CacheConfig
 from kvrt.errors import BadLogits, BadSession, KvrtError, SessionMismatch, UsageError
-from kvrt.files import atomic
 from kvrt.policies import AnyPolicy, ScoredPolicy
 from kvrt.program.sample import can_sample
 from kvrt.reuse.diff import common_prefix
@@ -113,8 +112,6 @@ class KeptSession:
                 f"{self._path}: is a folder of sessions, of a sequence each; name one for --seq"
             )
         if self._library is None:
-            if use.writes:
-                atomic.check_writable(self._path)
             if self._path.exists():
                 self._open()
 
