@@ -18,7 +18,7 @@ from kvrt.cli.flags.declare import flags_of
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.cli.flags.session_files import BlendFlags
 from kvrt.cli.process import devices, output, startup, status
-from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
+from kvrt.cli.process.interrupt import Interrupt
 from kvrt.cli.report import metrics
 from kvrt.cli.setup.config import cache_config
 from kvrt.cli.setup.drafter import open_draft_model
@@ -91,7 +91,7 @@ class BatchRun:
         )
 
     def run(self) -> int:
-        """Serves all; Ctrl-C ends it between two steps."""
+        """Serves all; a signal ends it between two steps."""
         try:
             return self._run()
         finally:
@@ -108,14 +108,15 @@ class BatchRun:
                 self._programs.append(runtime.programs)
         # Results on the same terminal would tear the bar.
         wanted = not quiet and self._options.output != "-"
-        with Interrupt() as interrupt, progress.bar(len(self._todo), wanted) as show:
-            while (self._todo or self._server.n_live) and not self._ends(interrupt.asked):
-                show(counts, self._step())
-        n_left = len(self._todo) + self._server.n_live
-        self._tell(n_left)
-        if n_left:
-            return EXIT_CODE
-        return 1 if self._results.n_failed else 0
+        with Interrupt() as interrupt:
+            with progress.bar(len(self._todo), wanted) as show:
+                while (self._todo or self._server.n_live) and not self._ends(interrupt.asked):
+                    show(counts, self._step())
+            n_left = len(self._todo) + self._server.n_live
+            self._tell(n_left)
+            if n_left:
+                return interrupt.exit_code
+            return 1 if self._results.n_failed else 0
 
     def _ends(self, asked: bool) -> bool:
         return together.any_asks(self._options, asked)

@@ -5,6 +5,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 
+from kvrt.cli.process import output
 from kvrt.cli.report.phrases import compiled, token_noun
 from kvrt.cli.report.size import show_size
 from kvrt.serving.metrics import EngineStats
@@ -61,7 +62,6 @@ def bar(n_requests: int, wanted: bool) -> Iterator[Show]:
         yield lambda counts, usage: None
         return
     from rich import progress
-    from rich.console import Console
 
     columns = (
         progress.TextColumn("requests"),
@@ -70,7 +70,7 @@ def bar(n_requests: int, wanted: bool) -> Iterator[Show]:
         progress.TextColumn("{task.fields[said]}"),
         progress.TimeElapsedColumn(),
     )
-    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    with progress.Progress(*columns, console=output.console(), transient=True) as bars:
         task = bars.add_task("", total=n_requests, said="compiling the first step")
 
         def show(counts: BatchCounts, usage: float) -> None:
