@@ -3,7 +3,7 @@
 from kvrt.cli.process import interrupt
 
 
-def run() -> None:
+def enter() -> None:
     """Entry of the console script; see `kvrt.cli.main.run`."""
     interrupt.end_at_once()
     from kvrt.cli import main
@@ -12,4 +12,4 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    run()
+    enter()

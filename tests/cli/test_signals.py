@@ -90,8 +90,8 @@ def test_a_signal_while_jax_is_imported_is_one_line():
         "        if name == 'jax': os.kill(os.getpid(), signal.SIGTERM)\n"
         "sys.meta_path.insert(0, Finder())\n"
         "sys.argv = ['kvrt', 'doctor']\n"
-        "from kvrt.__main__ import run\n"
-        "run()\n"
+        "from kvrt.__main__ import enter\n"
+        "enter()\n"
     )
     assert (done.returncode, done.stdout, done.stderr) == (
         143,
