@@ -102,7 +102,6 @@ def _hits(stats: EngineStats) -> str:
 @contextlib.contextmanager
 def _bar(n_requests: int) -> Iterator[Show]:
     from rich import progress
-    from rich.console import Console
 
     columns = (
         progress.TextColumn("requests"),
@@ -111,7 +110,7 @@ def _bar(n_requests: int) -> Iterator[Show]:
         progress.TextColumn("{task.fields[said]}"),
         progress.TimeElapsedColumn(),
     )
-    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    with progress.Progress(*columns, console=output.console(), transient=True) as bars:
         task = bars.add_task("", total=n_requests, said="compiling the first step")
 
         def show(counts: BatchCounts, stats: Callable[[], EngineStats]) -> None:

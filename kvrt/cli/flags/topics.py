@@ -156,7 +156,9 @@ _EXIT_CODES = """\
        batch that failed; fit: it does not fit
   2    a mistake in the call: a flag, a file or model that is not
        there, a session of another model
-  130  interrupted by Ctrl-C; what was written so far is whole
+  130  interrupted by Ctrl-C (SIGINT), 143 by SIGTERM, 129 by SIGHUP (a
+       closed terminal): what was read and written is saved first; a
+       second signal ends at once
 """
 _ENVIRONMENT = """\
   KVRT_CACHE       the folder for fetched models, compiled programs and

@@ -82,7 +82,8 @@ class KeptSession:
         Args:
           name: a file that need not be there, or a folder; a link stands for what it points to.
           use: what is done with it.
-          every_s: seconds between saves while tokens are sampled, where `use.answers`.
+          every_s: seconds between saves while a prompt is read, and where `use.answers` while
+            tokens are sampled.
 
         Raises:
           BadSession: it is damaged, or no session.
@@ -307,6 +308,18 @@ class KeptSession:
         why = f"damaged and replaced: {self._damage}" if self._damage else "no such session yet"
         self._say(f"{self._path}: nothing restored, {len(ids):,} computed: {why}")
         return dataclasses.replace(all_of(ids), n_restored=0)
+
+    def during_prompt(self, runtime: Runtime, reading: Reading) -> None:
+        """Starts to save what was read of a prompt, if the last save is long enough ago.
+
+        What the session held is kept as `F~` where the part has less. A prompt that is appended is
+        saved whole or not at all: the same command would append it to a part of itself.
+        """
+        appended = self._way is Way.APPENDED
+        if appended or reading.whole or not (self._use.writes and self._saver.due):
+            return
+        _check_sound(self._path, runtime, reading)
+        self._saver.start(runtime, reading.read, is_part=True)
 
     def after_prompt(self, runtime: Runtime, reading: Reading) -> None:
         """Starts to save the prompt, if there is more of it than the session holds."""
