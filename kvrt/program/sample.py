@@ -67,7 +67,10 @@ class Sampling:
 
 @state
 class Sampler:
-    """Runtime values of S sequences' `Sampling` and their state, P recent tokens each."""
+    """Runtime values of S sequences' `Sampling` and their state, P recent tokens each.
+
+    `n_sampled` is modulo 2^32: after so many tokens a sequence's random numbers begin again.
+    """
 
     temp: Float[AnyArray, " S"]
     top_k: Int32[AnyArray, " S"]
@@ -75,7 +78,7 @@ class Sampler:
     min_p: Float[AnyArray, " S"]
     repeat_penalty: Float[AnyArray, " S"]
     seed: UInt32[AnyArray, " S"]
-    n_sampled: Int32[AnyArray, " S"]
+    n_sampled: UInt32[AnyArray, " S"]
     recent: Int32[AnyArray, "S P"]
 
 
@@ -90,7 +93,7 @@ def create(sampling: Sampling, recent: list[list[int]], *, n_sampled: int = 0) -
         tail = tokens[-sampling.repeat_last_n :] if sampling.repeat_last_n else []
         if tail:
             held[-len(tail) :] = tail
-    return dataclasses.replace(sampler, n_sampled=np.full(n, n_sampled, np.int32))
+    return dataclasses.replace(sampler, n_sampled=np.full(n, n_sampled % 2**32, np.uint32))
 
 
 def create_many(samplings: Sequence[Sampling], n_recent: int) -> Sampler:
@@ -106,7 +109,7 @@ def create_many(samplings: Sequence[Sampling], n_recent: int) -> Sampler:
         min_p=column("min_p", np.float32),
         repeat_penalty=column("repeat_penalty", np.float32),
         seed=column("seed", np.uint32),
-        n_sampled=np.zeros(len(samplings), np.int32),
+        n_sampled=np.zeros(len(samplings), np.uint32),
         recent=np.full((len(samplings), n_recent), -1, np.int32),
     )
 
@@ -123,7 +126,7 @@ def sample_tokens(
     plain = ~(jnp.any(warm) | jnp.any(changes))
     tokens = lax.cond(plain, lambda: _greedy(logits), lambda: _limited(logits, warm, sampler))
     recent = jnp.concatenate([sampler.recent[:, 1:], tokens[:, None]], axis=1)
-    n_sampled = sampler.n_sampled + 1
+    n_sampled = sampler.n_sampled + np.uint32(1)
     return tokens, dataclasses.replace(sampler, recent=recent, n_sampled=n_sampled)
 
 
