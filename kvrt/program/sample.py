@@ -37,7 +37,7 @@ class Sampling:
       min_p: drop tokens below this share of the greatest probability; 0 is off.
       repeat_penalty: divides positive and multiplies negative logits of recent tokens; 1 is off.
       repeat_last_n: tokens that count as recent.
-      seed: of `jax.random`.
+      seed: of `jax.random`'s threefry2x32, whatever generator the process has by default.
     """
 
     temp: float = 0.0
@@ -180,11 +180,22 @@ def _limited(logits: Array, warm: Array, sampler: Sampler) -> Array:
 
 def _random(logits: Array, sampler: Sampler) -> Array:
     # Random numbers of a sequence follow from its seed and count, not from what is beside it.
-    keys = jax.vmap(lambda s, n: jax.random.fold_in(jax.random.key(s), n))
+    keys = jax.vmap(_key)(sampler.seed, sampler.n_sampled)
     temp = jnp.where(sampler.temp > 0, sampler.temp, 1.0)[:, None]
     left = jnp.where(kept(logits, sampler), logits / temp, -jnp.inf)
-    tokens = jax.vmap(jax.random.categorical)(keys(sampler.seed, sampler.n_sampled), left)
+    tokens = jax.vmap(lambda k, x: jax.random.categorical(k, x, mode="low"))(keys, left)
     return tokens.astype(jnp.int32)
+
+
+def _key(seed: AnyArray, n_sampled: AnyArray) -> Array:
+    """The key of a token.
+
+    What the process sets for random numbers (JAX_DEFAULT_PRNG_IMPL, JAX_RANDOM_SEED_OFFSET) and
+    JAX_HIGH_DYNAMIC_RANGE_GUMBEL above change no token: generator and mode are named, and the words
+    are those of `jax.random.key(seed)`.
+    """
+    words = jnp.stack([jnp.zeros_like(seed), seed])
+    return jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), n_sampled)
 
 
 def _penalise(logits: Array, sampler: Sampler) -> Array:
