@@ -43,12 +43,10 @@ class Watch:
     Attributes:
       tell: gets a line about what went otherwise than it should.
       show: gets matrices that are quantized, and how many there are.
-      measure: is called before products are measured, once a machine.
     """
 
     tell: Callable[[str], None] = lambda line: None
     show: Callable[[int, int], None] = lambda n, n_all: None
-    measure: Callable[[], None] = lambda: None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
