@@ -165,6 +165,8 @@ _ENVIRONMENT = """\
                    weights of int8; without it kvrt in XDG_CACHE_HOME
                    or ~/.cache
   JAX_PLATFORMS    cpu, cuda, rocm or tpu in place of what JAX finds
+  Other variables of JAX that would change results (JAX_ENABLE_X64,
+  JAX_DEFAULT_PRNG_IMPL, JAX_DEFAULT_MATMUL_PRECISION, ...) change none.
 """
 
 TOPICS: Mapping[str, str] = MappingProxyType(

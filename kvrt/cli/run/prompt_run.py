@@ -9,7 +9,7 @@ from kvrt.cli.run.compress import is_compressed, read_compressed
 from kvrt.cli.run.generation import Generation, Reading, all_of
 from kvrt.cli.run.kept_session import KeptSession
 from kvrt.cli.session.open_session import follow, follow_types
-from kvrt.cli.setup.model import compile_programs, open_with_status
+from kvrt.cli.setup.model import await_programs, compile_programs, open_with_status
 from kvrt.cli.setup.open_runtime import open_runtime
 from kvrt.cli.setup.policy import follow_policy, followed
 from kvrt.cli.setup.weights import choose_weights
@@ -110,6 +110,8 @@ class PromptRun:
             reading.run(self.runtime, interrupt, each, quiet=self._quiet)
         if kept:
             kept.after_prompt(self.runtime, reading)
+        if reading.whole:
+            await_programs(self.runtime, quiet=self._quiet)
         return reading
 
     def _begin(self) -> Reading:

@@ -43,13 +43,11 @@ class Watch:
     Attributes:
       tell: gets a line about what went otherwise than it should.
       show: gets matrices that are quantized, and how many there are.
-      measure: is called before products are measured, once a machine.
       digest: is called before all bytes of a file are read, which its first start does.
     """
 
     tell: Callable[[str], None] = lambda line: None
     show: Callable[[int, int], None] = lambda n, n_all: None
-    measure: Callable[[], None] = lambda: None
     digest: Callable[[], None] = lambda: None
 
 
