@@ -175,11 +175,7 @@ def open_model(
     """
     path = hub.resolve(name_or_path, progress=progress)
     name, source, text = _folder(path) if path.is_dir() else _gguf(path)
-    if text.n_vocab > source.spec.n_vocab:
-        raise BadModelFile(
-            f"the tokenizer has {text.n_vocab} tokens, the embedding {source.spec.n_vocab} "
-            "rows; they belong to different models"
-        )
+    text = text.for_embedding(source.spec.n_vocab)
     watch = watch or Watch(tell=lambda line: warnings.warn(line, stacklevel=3))
     weights = read_weights(source, name, chosen_type(dtype), on_host=on_host, watch=watch)
     # Shapes stand for arrays while a program is compiled.
