@@ -191,11 +191,7 @@ def open_model(
     start_jax("load")
     path = hub.resolve(name_or_path, progress=progress)
     name, source, text = _folder(path) if path.is_dir() else _gguf(path)
-    if text.n_vocab > source.spec.n_vocab:
-        raise BadModelFile(
-            f"the tokenizer has {text.n_vocab} tokens, the embedding {source.spec.n_vocab} "
-            "rows; they belong to different models"
-        )
+    text = text.for_embedding(source.spec.n_vocab)
     watch = watch or Watch(tell=lambda line: warnings.warn(line, stacklevel=3))
     for line in source.notes:
         watch.tell(f"{name}: {line}")
