@@ -57,6 +57,7 @@ def manifest(
       SaveError: it would be longer than a reader takes.
     """
     left, divided = iter(blobs), divisions or (None,) * len(snapshot.groups)
+    entry, kept = checkpoints.checkpoint_entry, snapshot.checkpoints
     groups = tuple(
         GroupEntry(
             n_cells=g.n_cells,
@@ -75,9 +76,7 @@ def manifest(
             groups=groups,
             held=snapshot.states and snapshot.states.held,
             states=next(left) if snapshot.states else None,
-            checkpoints=tuple(
-                checkpoints.checkpoint_entry(c, next(left)) for c in snapshot.checkpoints
-            ),
+            checkpoints=tuple(entry(x, next(left)) for x in kept),
             n_marks=snapshot.history.n_marks,
             n_tokens={s: _merged(p).shape[1] for s, p in snapshot.history.pieces.items()},
             exact=snapshot.history.exact,
