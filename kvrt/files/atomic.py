@@ -3,10 +3,11 @@
 import contextlib
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 
 from kvrt.errors import SaveError, UsageError, reason
 from kvrt.files import regular
@@ -25,7 +26,7 @@ def locked(path: Path, timeout_s: float | None = None) -> Iterator[None]:
       SaveError: another writer has it for longer than timeout_s, or the folder cannot be used.
     """
     timeout_s = LOCK_S if timeout_s is None else timeout_s
-    lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=timeout_s, mode=MODE)
+    lock = _lock(path, timeout_s)
     with told_of(path):
         os.stat(path.parent)  # FileLock would make the folder
         try:
@@ -39,6 +40,47 @@ def locked(path: Path, timeout_s: float | None = None) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def remove(path: Path, is_unchanged: Callable[[], bool]) -> bool:
+    """Deletes a file or a folder, and the file of its lock, unless a writer has it.
+
+    Args:
+      path: what is deleted; a folder takes the name of a temporary first, so that no part of it
+        stands there alone.
+      is_unchanged: asked under the lock.
+
+    Returns:
+      False if a writer has the lock, or it has changed: then it stays.
+
+    Raises:
+      OSError: the system refuses.
+    """
+    lock = _lock(path, 0)
+    try:
+        lock.acquire()
+    except Timeout:
+        return False
+    try:
+        if not is_unchanged():
+            return False
+        if path.is_dir():
+            sweep(path)
+            new = temporary(path)
+            path.rename(new)
+            shutil.rmtree(new)
+        else:
+            path.unlink()
+        # One who waits for it looks again. Windows removes no file that is open.
+        with contextlib.suppress(OSError):
+            Path(lock.lock_file).unlink()
+    finally:
+        lock.release()
+    return True
+
+
+def _lock(path: Path, timeout_s: float) -> BaseFileLock:
+    return FileLock(path.with_name(f".{path.name}.lock"), timeout=timeout_s, mode=MODE)
 
 
 @contextlib.contextmanager
@@ -126,10 +168,11 @@ def check_writable(path: Path, label: str = "") -> None:
     folder = path if path.is_dir() else path.parent
     if not folder.is_dir():
         raise UsageError(f"{label}: there is no folder {folder}; make it, or give another name")
-    probe = folder / temporary(path).name
     try:
-        os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_RDWR, MODE))
-        probe.unlink()
+        # Of a name of its own: no lock keeps others out, and numbers of processes come again.
+        fd, probe = tempfile.mkstemp(".tmp", f".{path.name}.", folder)
+        os.close(fd)
+        os.unlink(probe)
     except OSError as error:
         raise SaveError(
             f"{label}: no file can be made in {folder}: {reason(error)}; give another name"

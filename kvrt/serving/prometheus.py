@@ -37,6 +37,10 @@ _ONE: tuple[tuple[str, _Kind, str, str], ...] = (
         *("kvrt_bad_logits", CounterMetricFamily, "n_bad_logits"),
         "Samples ended by logits that are not finite.",
     ),
+    (
+        *("kvrt_nan_scores", CounterMetricFamily, "n_nan_scores"),
+        "Scores of a policy that were NaN, whose tokens were evicted first.",
+    ),
     ("kvrt_extend_rounds", CounterMetricFamily, "n_extend", "Rounds of SelfExtend in the cache."),
     ("kvrt_uptime_seconds", GaugeMetricFamily, "seconds", "Seconds since the engine was made."),
     ("kvrt_running", GaugeMetricFamily, "n_running", "Samples that run."),

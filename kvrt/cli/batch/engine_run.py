@@ -18,7 +18,7 @@ from kvrt.cli.flags.declare import flags_of
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.cli.flags.session_files import BlendFlags
 from kvrt.cli.process import devices, output, startup, status
-from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
+from kvrt.cli.process.interrupt import Interrupt
 from kvrt.cli.report import metrics
 from kvrt.cli.setup.config import cache_config
 from kvrt.cli.setup.drafter import open_draft_model
@@ -100,7 +100,7 @@ class BatchRun:
         )
 
     def run(self) -> int:
-        """Serves all; Ctrl-C ends it between two steps."""
+        """Serves all; a signal ends it between two steps."""
         try:
             return self._run()
         finally:
@@ -118,16 +118,17 @@ class BatchRun:
         to_stdout = self._options.output == "-"
         shown = progress.progress_of(len(self._todo), to_stdout=to_stdout)
         hidden = contextlib.nullcontext(lambda counts, stats: None)
-        with Interrupt() as interrupt, hidden if quiet else shown as show:
-            while (self._todo or self._server.n_live) and not self._ends(interrupt.asked):
-                self._step()
-                show(counts, self._engine.stats)
-                self._refresh_metrics()
-        n_left = len(self._todo) + self._server.n_live
-        self._tell(n_left)
-        if n_left:
-            return EXIT_CODE
-        return 1 if self._results.n_failed else 0
+        with Interrupt() as interrupt:
+            with hidden if quiet else shown as show:
+                while (self._todo or self._server.n_live) and not self._ends(interrupt.asked):
+                    self._step()
+                    show(counts, self._engine.stats)
+                    self._refresh_metrics()
+            n_left = len(self._todo) + self._server.n_live
+            self._tell(n_left)
+            if n_left:
+                return interrupt.exit_code
+            return 1 if self._results.n_failed else 0
 
     def _ends(self, asked: bool) -> bool:
         return together.any_asks(self._options, asked)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from kvrt.cli.process import output
-from kvrt.cli.report.phrases import compiled, token_noun
+from kvrt.cli.report.phrases import compiled, nan_scores, token_noun
 from kvrt.cli.report.size import show_size
 from kvrt.serving.metrics import EngineStats
 
@@ -105,7 +105,6 @@ def _hits(stats: EngineStats) -> str:
 @contextlib.contextmanager
 def _bar(n_requests: int) -> Iterator[Show]:
     from rich import progress
-    from rich.console import Console
 
     columns = (
         progress.TextColumn("requests"),
@@ -114,7 +113,7 @@ def _bar(n_requests: int) -> Iterator[Show]:
         progress.TextColumn("{task.fields[said]}"),
         progress.TimeElapsedColumn(),
     )
-    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    with progress.Progress(*columns, console=output.console(), transient=True) as bars:
         task = bars.add_task("", total=n_requests, said="compiling the first step")
 
         def show(counts: BatchCounts, stats: Callable[[], EngineStats]) -> None:
@@ -169,6 +168,8 @@ def _upkeep(stats: EngineStats) -> Iterator[str]:
     """What policies have dropped and what shortage has cost, where there was any."""
     if n := stats.drops.get("tokens", 0):
         yield f"dropped    {n:,} {token_noun(n)} by policies, beyond the context of their requests"
+    if stats.n_nan_scores:
+        yield f"policy     {nan_scores(stats.n_nan_scores)}"
     lost = stats.sequences
     n_evicted = sum(pool.n_evicted for pool in stats.pools)
     if lost["preempted"] or n_evicted:

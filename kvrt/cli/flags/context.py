@@ -61,7 +61,13 @@ class KeepFlags(Options):
     n_window: int = _policy(
         0, "newest tokens that attention_sinks keeps; 0 takes what the context leaves", "N"
     )
-    n_drop: int = _policy(1, "tokens that attention_sinks drops at once, at least", "N", low=1)
+    n_drop: int = _policy(
+        1,
+        "tokens that attention_sinks drops at once, at least; with --rope write and a cache other "
+        "than f32 a quarter of the window, so that keys are not rounded again at each token",
+        "N",
+        low=1,
+    )
     policy_budget: str = _policy(
         "512",
         "what each kv head keeps with a --policy by score (h2o and others): tokens, a part of the "

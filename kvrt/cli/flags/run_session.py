@@ -63,8 +63,8 @@ class ReplaceFlags(SequenceFlags):
     )
     overwrite: bool = _session(
         False,
-        "replace a session of another text, even where more than 64 tokens and a tenth of it "
-        "go; the former one stays as FILE~",
+        "replace a damaged session, or one of another text, even where more than 64 tokens and a "
+        "tenth of it go; the former one stays as FILE~",
     )
 
     def check(self) -> None:

@@ -15,6 +15,7 @@ from kvrt.cli.flags.evaluate import (
 )
 from kvrt.cli.flags.run_session import ReplaceFlags, SequenceFlags
 from kvrt.cli.report.size import parse_size
+from kvrt.config import MAX_SEQUENCES
 from kvrt.errors import UsageError
 from kvrt.files import kinds
 from kvrt.kv_types import KVDtype
@@ -285,6 +286,20 @@ class TrimOptions(QuietFlags, FileFlags):
 
 
 @flag_group
+class RepairOptions(QuietFlags, FileFlags):
+    """Values of the flags of `kvrt repair`."""
+
+    output: str | None = _session(
+        None,
+        "write what is sound there; else in its own place, and the damaged session stays as "
+        "SESSION~",
+        "FILE",
+        short="o",
+        file=kinds.NEW,
+    )
+
+
+@flag_group
 class ConvertOptions(QuietFlags, NamedWeights, NewFileFlags, FileFlags):
     """Values of the flags of `kvrt convert`; a model is for a file of another program."""
 
@@ -301,16 +316,45 @@ class ConvertOptions(QuietFlags, NamedWeights, NewFileFlags, FileFlags):
     legacy_format: bool = _session(
         False, "for a llama.cpp before 0.6 (October 2026), an mlx-lm before 0.32"
     )
+    seq: int | None = _session(
+        None,
+        "the sequence that a slot file or a prompt cache of mlx-lm gets, of a session that holds "
+        "several",
+        "N",
+        most=MAX_SEQUENCES - 1,
+    )
+    tokens: str | None = _session(
+        None,
+        "with -m: file with a JSON list of the ids that the cache was computed from, or an object "
+        "of such lists by sequence, where the other program's file lacks them, as mlx-lm's do",
+        "FILE",
+        file=kinds.INPUT,
+    )
+    notes: str | None = _session(
+        None,
+        "with --to mlx: file with a JSON object of texts for the cache's metadata, like "
+        '{"model": "...", "tokenizer_config": "{}"}, which mlx_lm.generate looks for',
+        "FILE",
+        file=kinds.INPUT,
+    )
 
     def check(self) -> None:
-        """Wants another program where an older one is named."""
+        """Refuses flags that belong to another program's file where none is read or written."""
         super().check()
+        one_sequence = ("llama.cpp-slot", "mlx")
         if self.legacy_format and self.to in get_args(KVDtype):
             raise UsageError(
                 f"--legacy_format says which llama.cpp or mlx-lm; --to {self.to} is neither"
             )
-        if self.model is not None and self.to not in get_args(KVDtype):
-            raise UsageError("-m is for reading a file of another program; give --to f32|bf16|f16")
+        if self.seq is not None and self.to not in one_sequence:
+            raise UsageError(
+                f"--seq {self.seq}: --to {self.to} takes all sequences; leave it out, or give "
+                f"--to {' or '.join(one_sequence)}"
+            )
+        if self.tokens is not None and self.model is None:
+            raise UsageError("--tokens is for reading a file of another program; add -m NAME")
+        if self.notes is not None and self.to != "mlx":
+            raise UsageError(f"--notes is for mlx-lm, --to {self.to} has no place for it")
 
 
 @flag_group

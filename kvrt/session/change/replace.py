@@ -8,7 +8,7 @@ import dataclasses
 import enum
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -143,9 +143,28 @@ def keep_former(path: Path) -> Path:
       OSError: the system refuses the copy.
     """
     held = read_held(path)
+    return _keep(path, lambda kept: _gives_way(kept, held))
+
+
+def keep_damaged(path: Path) -> Path:
+    """Keeps a session that cannot be read as book.kv~, or book.kv~2 and so on where that is taken.
+
+    Call it under the lock of the path.
+
+    Returns:
+      Where it is kept.
+
+    Raises:
+      SaveError: a lock could not be had.
+      OSError: the system refuses the copy.
+    """
+    return _keep(path, lambda kept: not os.path.lexists(kept))
+
+
+def _keep(path: Path, is_free: Callable[[Path], bool]) -> Path:
     for kept in atomic.backup_names(path):
         with atomic.locked(kept):
-            if _gives_way(kept, held):
+            if is_free(kept):
                 _duplicate(path, kept)
                 return kept
     raise AssertionError("there are 2^31 names")
@@ -166,6 +185,8 @@ def _gives_way(kept: Path, held: SessionTokens) -> bool:
 
 def _duplicate(path: Path, kept: Path) -> None:
     """A second name for a file, or a copy where the file system has no such names."""
+    # A killed one may have left this very name: numbers of processes come again.
+    atomic.sweep(kept)
     new = atomic.temporary(kept)
     try:
         if path.is_dir():
