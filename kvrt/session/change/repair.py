@@ -18,7 +18,7 @@ from kvrt.cells.edits import Keep, Remove
 from kvrt.errors import DAMAGED, BadSession, CannotRewind
 from kvrt.session import codec, expected, io
 from kvrt.session.change import edit
-from kvrt.session.change.sequences import cells_in_blocks, join_sequences, bits_of_one
+from kvrt.session.change.sequences import bits_of_one, cells_in_blocks, join_sequences
 from kvrt.session.divided.division import pieces
 from kvrt.session.kv_file.blobs import Tensors
 from kvrt.session.manifest import Manifest
