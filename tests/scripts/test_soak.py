@@ -1,6 +1,7 @@
 """The soak: units repeat by seed and name, failures are told, counts go on from a ledger."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from scripts.soak import grids, machines, matrix, soaking, units
+from scripts.soak import grids, kills, machines, matrix, soaking, units
 from scripts.soak import ledger as ledgers
 from scripts.soak.machines import Budget, Machine
 from tests.matrix.axes import Cell
@@ -146,3 +147,13 @@ def test_cells_of_the_matrix_are_those_with_most_new_triples(monkeypatch):
     )
     assert matrix.run_cell(Cell()).endswith("plain: different : by 1")
     assert len(matrix.run(0, [], False)[0]) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
+def test_a_few_kills_lose_nothing(tmp_path):
+    found = kills.kill_all(tmp_path, 4, 0, ["run_all"])
+    assert found["losses"] == [] and found["signals"] == dict.fromkeys(SIGNALS, 1)
+
+
+SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGKILL")
