@@ -19,6 +19,7 @@ from kvrt.cli.flags.topics import TOPICS
 from kvrt.cli.process import accelerators, output, status
 from kvrt.cli.process.interrupt import Ended, Unwinding
 from kvrt.errors import KvrtError, UsageError
+from kvrt.files.named import check_named
 
 _SIGNALS = 128  # exit codes above it are those of signals
 _HELP = """\
@@ -89,6 +90,7 @@ def _dispatch(args: Sequence[str]) -> int:
         from kvrt_models import hub
 
         hub.named(options.model)
+    check_named(options.files())
     given = ()
     if isinstance(options, PromptFlags):
         from kvrt.cli.run import prompt

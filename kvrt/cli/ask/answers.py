@@ -9,6 +9,7 @@ from kvrt.cli.process import output
 from kvrt.cli.process.interrupt import Interrupt
 from kvrt.cli.report import summary
 from kvrt.cli.run.generation import Generation, Reading
+from kvrt.cli.setup.model import await_programs
 from kvrt.cli.setup.weights import WeightsChoice
 from kvrt.errors import CacheFull
 from kvrt_models.load import Opened
@@ -46,6 +47,8 @@ class Answers:
           BadLogits, CacheFull: they ended it; the answer so far is written.
         """
         options = self._options
+        if reading.whole:
+            await_programs(runtime, quiet=options.quiet)
         if options.questions is not None and not (options.quiet or options.json):
             output.write_text(f"> {self._questions[i]}\n")
         note = self._weights.note(self._model)

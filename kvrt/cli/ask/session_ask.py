@@ -21,6 +21,7 @@ from kvrt.cli.session.open_session import (
 )
 from kvrt.cli.setup.model import compile_programs, open_with_status
 from kvrt.cli.setup.open_runtime import open_runtime, ready
+from kvrt.cli.setup.policy import follow_policy, followed
 from kvrt.cli.setup.weights import choose_weights
 from kvrt.errors import UsageError
 from kvrt.session import OpenedSession
@@ -54,6 +55,11 @@ class Asker:
             window_sinks=options.window_sinks,
         )
         self._held = opened.held[1].tolist()
+        said = opened.manifest.policies.get(opened.seq_id)
+        options = follow_policy(options, said, self._held, self._model.tokenizer)
+        if (flags := followed(self._options, options)) and not options.quiet:
+            output.note(f"{opened.path}: {flags}, as the session was left")
+        self._options = options
         self._ids = question_ids(questions, self._model.tokenizer)
         self._longest = max(map(len, self._ids))
         self._runtime = open_runtime(

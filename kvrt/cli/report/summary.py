@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +99,7 @@ class Outcome:
 
 @contextlib.contextmanager
 def prefill_bar(n_prompt: int, wanted: bool) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, nothing otherwise; the function it gives takes the tokens done."""
+    """A bar with rate and time left on a terminal; the function it gives takes the tokens done."""
     if not (wanted and sys.stderr.isatty()):
         yield lambda done: None
         return
@@ -108,11 +109,18 @@ def prefill_bar(n_prompt: int, wanted: bool) -> Iterator[Callable[[int], None]]:
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),
         progress.MofNCompleteColumn(),
-        progress.TimeElapsedColumn(),
+        progress.TextColumn("{task.fields[rate]}"),
+        progress.TimeRemainingColumn(),
+        progress.TextColumn("left"),
     )
     with progress.Progress(*columns, console=output.console(), transient=True) as bars:
-        task = bars.add_task("prompt", total=n_prompt)
-        yield lambda done: bars.update(task, completed=done)
+        task, start = bars.add_task("prompt", total=n_prompt, rate=""), time.perf_counter()
+
+        def show(done: int) -> None:
+            rate = done / (time.perf_counter() - start)
+            bars.update(task, completed=done, rate=f"{rate:,.0f} tokens/s")
+
+        yield show
 
 
 def summary(outcome: Outcome) -> list[str]:
@@ -135,6 +143,7 @@ def summary(outcome: Outcome) -> list[str]:
         f"{kv_types.described(stats.type_k, stats.type_v)}",
         *([f"           {checkpoint_line(stats)}"] if _had_checkpoints(stats) else []),
         *([f"policy     {kept_line(stats.scored)}"] if stats.scored else []),
+        *([f"           {phrases.nan_scores(stats.n_nan_scores)}"] if stats.n_nan_scores else []),
         *([f"reads      {read_line(outcome, stats.select)}"] if stats.select else []),
         f"upkeep     {_count(stats.n_shift, 'context shift')}, "
         f"{_count(stats.n_dropped, 'token')} dropped, {_count(stats.n_defrag, 'defrag')}"

@@ -2,15 +2,16 @@
 
 from kvrt.cli.flags.cache import PlacementFlags
 from kvrt.cli.flags.evaluate import EvalFlags
-from kvrt.cli.process import status
+from kvrt.cli.process import output, status
 from kvrt.cli.process.interrupt import Interrupt
 from kvrt.cli.run import prompt
 from kvrt.cli.run.compress import is_compressed, read_compressed
 from kvrt.cli.run.generation import Generation, Reading, all_of
 from kvrt.cli.run.kept_session import KeptSession
 from kvrt.cli.session.open_session import follow, follow_types
-from kvrt.cli.setup.model import compile_programs, open_with_status
+from kvrt.cli.setup.model import await_programs, compile_programs, open_with_status
 from kvrt.cli.setup.open_runtime import open_runtime
+from kvrt.cli.setup.policy import follow_policy, followed
 from kvrt.cli.setup.weights import choose_weights
 from kvrt.config import CacheConfig
 from kvrt.policies import AnyPolicy
@@ -53,6 +54,8 @@ class PromptRun:
             window_sinks=options.window_sinks,
         )
         self._ids = self._tokens(given)
+        if kept is not None:
+            options = self._options = self._with_policy(kept)
         self.runtime = open_runtime(
             options, self.model, self._ids, self._check, n_prompt=len(self._ids), quiet=quiet
         )
@@ -61,6 +64,14 @@ class PromptRun:
     def n_prompt(self) -> int:
         """Tokens of the prompt, those that it follows included."""
         return len(self._ids)
+
+    def _with_policy(self, kept: KeptSession) -> EvalFlags:
+        """The options with the session's policy by position, which is said where it matters."""
+        said, before = kept.policy(self._ids), self._options
+        options = follow_policy(before, said, self._ids, self.model.tokenizer)
+        if (flags := followed(before, options)) and not self._quiet:
+            output.note(f"{kept.path}: {flags}, as the session was left")
+        return options
 
     def _tokens(self, given: prompt.Prompt) -> list[int]:
         """All tokens of the prompt, those that it follows included."""
@@ -99,6 +110,8 @@ class PromptRun:
             reading.run(self.runtime, interrupt, each, quiet=self._quiet)
         if kept:
             kept.after_prompt(self.runtime, reading)
+        if reading.whole:
+            await_programs(self.runtime, quiet=self._quiet)
         return reading
 
     def _begin(self) -> Reading:

@@ -5,9 +5,10 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -76,6 +77,7 @@ class Saver:
 
     Attributes:
       path: where the next save goes.
+      policy: the policy by position that the session was left with, where the run has none.
     """
 
     def __init__(
@@ -99,10 +101,12 @@ class Saver:
           seq_id: the sequence that is written, while others stay; None is the whole session.
         """
         self.path, self._seq_id = path, seq_id
+        self.policy: Mapping[str, Any] | None = None
         self._library, self._overwrite, self._quiet = library, overwrite, quiet
         self._every_s = every_s
         self._known: SessionTokens | None = None  # what this run read there, or wrote
         self._wrote = False
+        self._is_damaged = False  # what this run found there and replaces
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
         self._pending: tuple[_Work, Future[_Done]] | None = None
         self._together = False  # several processes write what is being saved
@@ -112,6 +116,10 @@ class Saver:
     def expect(self, path: Path, held: SessionTokens | None) -> None:
         """Names the session to write, and what was read from it."""
         self.path, self._known = path, held
+
+    def expect_damage(self) -> None:
+        """Notes that what stands at the path is damaged: it may go, and is kept as `F~`."""
+        self._is_damaged = True
 
     @property
     def alone(self) -> bool:
@@ -145,11 +153,13 @@ class Saver:
         """
         try:
             self.finish()
-        except KvrtError as error:  # of the index of a folder as well
+        except KvrtError as error:
             output.warn(f"{error}; the run continues and saves again")
         # Of one sequence beside others all keys and values are read and written anew.
         divided = container_at(self.path) == "folder" and self._seq_id is None
         taken = runtime.snapshot({} if draw is None else {0: draw}, divided=divided)
+        if self.policy is not None and not taken.policies and 0 in taken.seq_ids:
+            taken = dataclasses.replace(taken, policies={0: self.policy})
         self._since = time.monotonic()
         self._together = not self.alone and bool(divided_groups(taken))
         if jax.process_index():
@@ -182,7 +192,7 @@ class Saver:
             output.note(f"{done.path}: the former session is kept as {done.former}")
         self.path, self._known, self._wrote = done.path, work.held, True
         if done.unlisted is not None:
-            raise done.unlisted
+            output.warn(f"{done.path}: saved, and not in the index: {done.unlisted}")
 
     def _write(self, work: _Work) -> _Done:
         """Saves at the path, or, if that is refused, at a free name, and lists it in the folder."""
@@ -248,6 +258,9 @@ class Saver:
     def _protect(self, work: _Work, kept: list[Path], path: Path) -> None:
         """Refuses to lose what stands at a path, or keeps it as `F~`; runs under its lock."""
         if not os.path.lexists(path):
+            return
+        if self._is_damaged and not self._wrote:
+            kept.append(replace.keep_damaged(path))
             return
         try:
             now = replace.read_held(path, self._seq_id)

@@ -14,7 +14,7 @@ from kvrt.cli.report import summary
 from kvrt.cli.run.generation import Generation, Reading
 from kvrt.cli.schema import opened
 from kvrt.cli.session.open_session import check_fits, follow, naming_session, open_existing
-from kvrt.cli.setup.model import compile_programs, open_with_status
+from kvrt.cli.setup.model import await_programs, compile_programs, open_with_status
 from kvrt.cli.setup.open_runtime import ready
 from kvrt.cli.setup.weights import choose_weights
 from kvrt.errors import UsageError
@@ -82,6 +82,7 @@ class _Prompt:
             n_done=served.n_computed,
             seconds=seconds,
         )
+        await_programs(runtime, quiet=quiet)
         job = Generation(options, self._model, runtime, reading, self._weights.note(self._model))
         with Interrupt() as interrupt:
             reason = job.run(interrupt)
