@@ -101,6 +101,13 @@ def test_a_signal_while_jax_is_imported_is_one_line():
     )
 
 
+def test_a_file_that_is_being_written_leaves_nothing(kvrt, prefilled, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda fd: signal.raise_signal(signal.SIGTERM))
+    done = kvrt("fork", prefilled, "--at", 5, "-o", prefilled.with_name("new.kv"))
+    assert (done.code, done.err) == (143, "kvrt: interrupted by SIGTERM\n")
+    assert not [x for x in os.listdir(prefilled.parent) if "new" in x and "lock" not in x]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "busy",
