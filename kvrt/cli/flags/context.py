@@ -49,7 +49,7 @@ class KeepFlags(Options):
     keep: int = _context(
         0,
         "tokens of the prompt that a shift never drops, a begin-of-text token not counted; "
-        "-1 keeps all",
+        "-1 keeps all; if not given, as many as a session keeps",
         "N",
         low=-1,
     )
@@ -131,7 +131,7 @@ class RunPolicyFlags(KeepFlags, SizeFlags):
         "--keep leaves, attention_sinks keeps --n_sink first and --n_window last tokens, none ends "
         "there; h2o, snapkv, tova, expected_attention and the others keep --policy_budget tokens a "
         "kv head by score, from the beginning on (kvzip once the prompt was read twice, in several "
-        "times the time)",
+        "times the time); if not given, a session's",
         "NAME",
     )
 
