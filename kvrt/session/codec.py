@@ -73,9 +73,7 @@ def manifest(
             groups=groups,
             held=snapshot.states and snapshot.states.held,
             states=next(left) if snapshot.states else None,
-            checkpoints=tuple(
-                checkpoints.checkpoint_entry(c, next(left)) for c in snapshot.checkpoints
-            ),
+            checkpoints=tuple(map(checkpoints.checkpoint_entry, snapshot.checkpoints, left)),
             n_marks=snapshot.history.n_marks,
             n_tokens={s: _merged(p).shape[1] for s, p in snapshot.history.pieces.items()},
             exact=snapshot.history.exact,

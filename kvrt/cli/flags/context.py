@@ -48,8 +48,8 @@ class KeepFlags(Options):
 
     keep: int = _context(
         0,
-        "tokens of the prompt that a shift never drops, a begin-of-text token not counted; "
-        "-1 keeps all; if not given, as many as a session keeps",
+        "tokens of the prompt that a shift never drops, BOS not counted; -1 keeps all; if not "
+        "given, a session's",
         "N",
         low=-1,
     )
