@@ -1,5 +1,7 @@
 """One call at a time, in the process that began: the guard of a `Runtime` and of an `Engine`.
 
+Each call runs under kvrt's settings of JAX (`kvrt.jax_settings`), whatever the process has.
+
 A call plans on the host, runs on the device and then notes what was done. A second call in between
 would plan on what is no longer there. It is refused at once instead of being made to wait: who
 shares such an object between threads has to say in which order calls are made, and a lock of their
@@ -16,6 +18,7 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 from kvrt.errors import Busy, UsageError
+from kvrt.jax_settings import own_settings
 
 T = TypeVar("T")
 # The attribute of a guarded object that holds its guard.
@@ -138,7 +141,8 @@ class Guarded(Iterator[T]):
         """
         self._guard.enter(self._call)
         try:
-            return next(self._items)
+            with own_settings():
+                return next(self._items)
         finally:
             self._guard.leave()
 
@@ -150,7 +154,8 @@ class Guarded(Iterator[T]):
         """
         self._guard.enter(self._call)
         try:
-            self._items.close()
+            with own_settings():
+                self._items.close()
         finally:
             self._guard.leave()
 
@@ -179,6 +184,7 @@ def one_call_at_a_time(
                 setattr(cls, name, property(_guarded(member.fget, name, name in reads)))
             elif isinstance(member, FunctionType):
                 setattr(cls, name, _guarded(member, name, name in reads))
+        cls.__init__ = own_settings()(cls.__init__)
         return cls
 
     return guarded
@@ -190,7 +196,8 @@ def _guarded(method: Callable[..., Any], name: str, reads: bool) -> Callable[...
         guard: Exclusive = getattr(self, _NAME)
         entered = guard.enter(name, reads=reads)
         try:
-            return method(self, *args, **kwargs)
+            with own_settings():
+                return method(self, *args, **kwargs)
         finally:
             if entered:
                 guard.leave()

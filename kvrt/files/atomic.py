@@ -96,16 +96,17 @@ def told_of(path: Path) -> Iterator[None]:
         ) from error
 
 
-def replace(path: Path, write: Callable[[int], None]) -> None:
+def replace(path: Path, write: Callable[[int], None], *, mode: int = MODE) -> None:
     """Writes a file beside `path` and puts it in its place once it has reached the disk.
 
     Args:
       path: what is replaced; call it under `locked`.
       write: gets the descriptor of the new, empty file.
+      mode: its permissions, before the umask.
     """
     sweep(path)
     new = temporary(path)
-    fd = os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR, MODE)
+    fd = os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode)
     try:
         try:
             write(fd)
@@ -117,6 +118,13 @@ def replace(path: Path, write: Callable[[int], None]) -> None:
         new.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def backup_names(path: Path) -> Iterator[Path]:
+    """The names book.kv~, book.kv~2, book.kv~3, ... for what was at a path."""
+    yield path.with_name(f"{path.name}~")
+    for n in range(2, 1 << 31):
+        yield path.with_name(f"{path.name}~{n}")
 
 
 def temporary(path: Path) -> Path:
@@ -143,18 +151,23 @@ def sweep(path: Path, end: str = ".tmp") -> None:
             os.unlink(entry.path)
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: Path, label: str = "") -> None:
     """Refuses a place at which `replace` would fail, before there is anything to save.
 
     Permissions do not tell: some folders, /proc for one, take no files from anybody.
+
+    Args:
+      path: that is to be written.
+      label: of it in messages, the path if not given.
 
     Raises:
       UsageError: there is no such folder.
       SaveError: no file can be made in it, or what is there cannot be written.
     """
+    label = label or str(path)
     folder = path if path.is_dir() else path.parent
     if not folder.is_dir():
-        raise UsageError(f"{path}: there is no folder {folder}; make it, or give another name")
+        raise UsageError(f"{label}: there is no folder {folder}; make it, or give another name")
     try:
         # Of a name of its own: no lock keeps others out, and numbers of processes come again.
         fd, probe = tempfile.mkstemp(".tmp", f".{path.name}.", folder)
@@ -162,14 +175,16 @@ def check_writable(path: Path) -> None:
         os.unlink(probe)
     except OSError as error:
         raise SaveError(
-            f"{path}: no file can be made in {folder}: {reason(error)}; give another name"
+            f"{label}: no file can be made in {folder}: {reason(error)}; give another name"
         ) from error
     if not path.exists() or path.is_dir():
         return
     try:
         os.close(regular.open_fd(path, os.O_RDWR))
     except OSError as error:
-        raise SaveError(f"{path}: cannot be written: {reason(error)}; give another name") from error
+        raise SaveError(
+            f"{label}: cannot be written: {reason(error)}; give another name"
+        ) from error
 
 
 def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:

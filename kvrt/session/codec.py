@@ -1,7 +1,9 @@
 """From a snapshot to the tensors and the manifest of a session, and back with checks."""
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -93,6 +95,18 @@ def manifest(
             f"{manifests.MAX_BYTES:,} at most can be read; save fewer sequences"
         )
     return data
+
+
+@contextlib.contextmanager
+def refused_as_unreadable(path: Path) -> Iterator[None]:
+    """Turns what a reader says of a session that was just written into a SaveError."""
+    try:
+        yield
+    except BadSession as error:
+        why = str(error).removesuffix(f"; {DAMAGED}")
+        raise SaveError(
+            f"{path}: what was to be saved cannot be read again: {why}; what was there stays"
+        ) from error
 
 
 def blob_names(found: Manifest) -> list[str]:

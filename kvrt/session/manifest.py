@@ -322,7 +322,7 @@ def _draw(name: str, value: Any) -> SamplingState:
         raise _bad(f"{name}.sampling", sampling, "numbers")
     return SamplingState(
         token=None if token is None else x.whole("token", MAX_POS),
-        n_drawn=x.whole("n_drawn", MAX_POS),
+        n_drawn=x.whole("n_drawn"),
         sampling=sampling,
     )
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 from conftest import text_of
@@ -12,6 +13,7 @@ from kvrt.cli.flags.evaluate import RunOptions
 from kvrt.cli.setup import config, policy
 from kvrt.errors import BadConfig, BadSession
 from kvrt_models.gguf.file import open_gguf
+from kvrt_models.gguf.spec import spec_from_gguf
 from kvrt_models.tokenizer.encode import tokenizer_from_gguf
 
 
@@ -28,6 +30,11 @@ def with_end(path, token: int, new):
     new.write_bytes(data[:at] + token.to_bytes(4, "little") + data[at + 4 :])
     assert open_gguf(new).metadata[key.decode()] == token
     return new
+
+
+def spec_of(path):
+    opened = open_gguf(path)
+    return spec_from_gguf(opened.metadata, opened.tensors)
 
 
 def test_no_token_is_wanted(go):
@@ -57,7 +64,7 @@ def test_a_prompt_longer_than_the_context_is_read_in_parts(go, tmp_path):
     assert told["n_prompt"] == 150 and len(told["tokens"]) == 4
     assert told["cells_used"] == 150 + 3 - told["n_dropped"] and told["n_shift"] > 1
     full = go("-n", 4, "--nocontext_shift", "--tokens", ids, prompt=False)
-    assert full.code == 2 and "raise -c to 151 or more" in full.err
+    assert full.code == 2 and "raise -c to 154, drop older tokens" in full.err
 
 
 @pytest.mark.slow
@@ -167,9 +174,33 @@ def test_a_context_above_the_trained_length_is_warned_of(capfd):
     assert config.cache_config(options("-c", "1000"), 512).n_ctx == 1000
     err = capfd.readouterr().err
     assert err.count("\n") == 1 and err.startswith("kvrt: warning: -c 1000 is above the 512 tokens")
-    assert "-c 512 with --context_shift" in err
+    assert "-gan (SelfExtend) reads further, -c 512 drops older tokens instead" in err
     assert config.cache_config(options("-c", "512"), 512).n_ctx == 512
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("n_trained", "n_prompt"), [(512, 300), (512, 900), (8192, 54_365)])
+def test_the_advised_flags_hold_prompt_and_answer_without_another_advice(
+    tiny, capfd, n_trained, n_prompt
+):
+    spec = dataclasses.replace(spec_of(tiny), n_ctx_train=n_trained)
+    words = ["-n", "100", "--grp_attn_w", "256"]
+
+    def check(*more):
+        asked = options(*words, *more)
+        policy.check_prompt(asked, n_prompt, spec, config.cache_config(asked, n_trained))
+        return capfd.readouterr().err
+
+    advice = re.search(r"raise (-c) to (\d+)(?: with (-gan) (\d+))?", check("-c", "256"))
+    assert advice is not None and int(advice[2]) == n_prompt + 100
+    assert check(*(word for word in advice.groups() if word)) == ""
+
+
+def test_a_prompt_that_no_flag_reads_whole_is_told_so(tiny, capfd):
+    spec = spec_of(tiny)
+    asked = options("-c", "256")
+    policy.check_prompt(asked, 10**6, spec, config.cache_config(asked, spec.n_ctx_train))
+    assert "to keep it use a model trained for more than its" in capfd.readouterr().err
 
 
 @pytest.fixture

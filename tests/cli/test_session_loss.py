@@ -280,7 +280,7 @@ def test_a_copy_takes_no_name_that_is_taken(kvrt, prefilled, tmp_path, words):
 @pytest.mark.slow
 def test_a_page_is_not_written_over_a_session(kvrt, prefilled):
     kept = prefilled.read_bytes()
-    refused(kvrt("inspect", prefilled, "--html", prefilled), 2, "is a session")
+    refused(kvrt("inspect", prefilled, "--html", prefilled), 2, "is not a page of kvrt inspect")
     assert prefilled.read_bytes() == kept
 
 

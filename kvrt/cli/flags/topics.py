@@ -156,13 +156,17 @@ _EXIT_CODES = """\
        batch that failed; fit: it does not fit
   2    a mistake in the call: a flag, a file or model that is not
        there, a session of another model
-  130  interrupted by Ctrl-C; what was written so far is whole
+  130  interrupted by Ctrl-C (SIGINT), 143 by SIGTERM, 129 by SIGHUP (a
+       closed terminal): what was read and written is saved first; a
+       second signal ends at once
 """
 _ENVIRONMENT = """\
   KVRT_CACHE       the folder for fetched models, compiled programs and
                    weights of int8; without it kvrt in XDG_CACHE_HOME
                    or ~/.cache
   JAX_PLATFORMS    cpu, cuda, rocm or tpu in place of what JAX finds
+  Other variables of JAX that would change results (JAX_ENABLE_X64,
+  JAX_DEFAULT_PRNG_IMPL, JAX_DEFAULT_MATMUL_PRECISION, ...) change none.
 """
 
 TOPICS: Mapping[str, str] = MappingProxyType(

@@ -14,7 +14,7 @@ from kvrt.cli.run import conversation, earlier_turns, prompt, restore
 from kvrt.cli.run.generation import Reading, all_of
 from kvrt.cli.run.prompt import Prompt
 from kvrt.cli.run.restore import Way
-from kvrt.cli.run.save import EVERY_S, Saver, check_sound
+from kvrt.cli.run.save import EVERY_S, Saver, check_sound, held_tokens
 from kvrt.cli.session.open_session import (
     check_fits,
     choose_sequence,
@@ -25,12 +25,11 @@ from kvrt.cli.session.open_session import (
 )
 from kvrt.config import CacheConfig
 from kvrt.errors import BadSession, KvrtError, SessionMismatch, UsageError
-from kvrt.files import atomic
 from kvrt.policies import AnyPolicy, ScoredPolicy
 from kvrt.reuse.diff import common_prefix
 from kvrt.session import OpenedSession, SamplingState, fingerprint
 from kvrt.session.change import replace
-from kvrt.session.change.replace import Change, SessionTokens
+from kvrt.session.change.replace import Change
 from kvrt.session.library.library import Library
 from kvrt.sizes import extent
 from kvrt_models import load
@@ -81,7 +80,8 @@ class KeptSession:
         Args:
           name: a file that need not be there, or a folder; a link stands for what it points to.
           use: what is done with it.
-          every_s: seconds between saves while tokens are sampled, where `use.answers`.
+          every_s: seconds between saves while a prompt is read, and where `use.answers` while
+            tokens are sampled.
 
         Raises:
           BadSession: it is damaged, or no session.
@@ -110,11 +110,8 @@ class KeptSession:
             raise UsageError(
                 f"{self.path}: is a folder of sessions, of a sequence each; name one for --seq"
             )
-        if self._library is None:
-            if use.writes:
-                atomic.check_writable(self.path)
-            if self.path.exists():
-                self._open()
+        if self._library is None and self.path.exists():
+            self._open()
 
     def _open(self) -> None:
         """Opens the file that is there; a damaged one that may be replaced counts as none."""
@@ -124,7 +121,7 @@ class KeptSession:
             self._replace_damaged(error)
             return
         self.opened = choose_sequence(opened, self._use.seq, is_new_one=self._use.writes)
-        self._saver.expect(self.path, _held(self.opened))
+        self._saver.expect(self.path, held_tokens(self.opened))
 
     def _replace_damaged(self, error: BadSession) -> None:
         """Does without a damaged session where --overwrite was given; else raises the error.
@@ -173,7 +170,7 @@ class KeptSession:
         """Refuses a prompt in whose place much of the held text would go."""
         if self.opened is None or not self._use.writes or self._use.overwrite:
             return
-        held = _held(self.opened)
+        held = held_tokens(self.opened)
         n_exact = self.opened.manifest.exact.get(self.opened.seq_id, len(held.ids))
         begins = common_prefix(held.ids, np.asarray(ids, np.int32)) == len(ids) <= n_exact
         if begins and not self._use.answers:
@@ -304,6 +301,18 @@ class KeptSession:
         self._say(f"{self.path}: nothing restored, {len(ids):,} computed: {why}")
         return dataclasses.replace(all_of(ids), n_restored=0)
 
+    def during_prompt(self, runtime: Runtime, reading: Reading) -> None:
+        """Starts to save what was read of a prompt, if the last save is long enough ago.
+
+        What the session held is kept as `F~` where the part has less. A prompt that is appended is
+        saved whole or not at all: the same command would append it to a part of itself.
+        """
+        appended = self._way is Way.APPENDED
+        if appended or reading.whole or not (self._use.writes and self._saver.due):
+            return
+        check_sound(self.path, runtime, reading)
+        self._saver.start(runtime, reading.read, is_part=True)
+
     def after_prompt(self, runtime: Runtime, reading: Reading) -> None:
         """Starts to save the prompt, if there is more of it than the session holds."""
         if reading.after is not None:
@@ -358,10 +367,8 @@ class KeptSession:
         match = library.best(digest, ids)
         self.opened = None if match is None else open_existing(match.entry.path)
         if self.opened is not None:
-            n, n_ctx = (
-                max((g.n_used for g in self.opened.manifest.groups), default=0),
-                runtime.config.n_ctx,
-            )
+            n = max((g.n_used for g in self.opened.manifest.groups), default=0)
+            n_ctx = runtime.config.n_ctx
             if n > n_ctx:
                 self._say(f"{self.opened.path}: has {n:,} cells, -c gives {n_ctx:,}: left out")
                 self.opened = None
@@ -388,11 +395,3 @@ class KeptSession:
     def _say(self, line: str) -> None:
         if not self._use.quiet:
             output.note(line)
-
-
-def _held(opened: OpenedSession) -> SessionTokens:
-    """The text of a session that a save replaces: of a sequence that was chosen, it alone."""
-    n_more = sum(opened.manifest.n_tokens.values()) - len(opened.held[1])
-    n_more = n_more if opened.chosen is None else 0
-    said = opened.manifest.fingerprint
-    return SessionTokens(fingerprint=said, ids=opened.held[1], n_more=n_more)

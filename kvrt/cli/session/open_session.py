@@ -137,7 +137,7 @@ def _scored_policy(found: Manifest) -> dict[str, Any]:
 
     said, known = found.policy or {}, {**SCORED, "duo_attention": DuoAttention}
     name = next((k for k, v in known.items() if v.__name__ == said.get("name")), None)
-    if name is None:
+    if name is None or "class" in said:
         return {}
     interval = said.get("interval", known[name].interval)
     budget, n_sink = said.get("budget"), said.get("n_sink")

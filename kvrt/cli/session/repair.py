@@ -6,7 +6,6 @@ from kvrt import session
 from kvrt.cli.flags.session_files import RepairOptions
 from kvrt.cli.process import output
 from kvrt.cli.report.phrases import token_noun
-from kvrt.cli.session.fork import new_path
 from kvrt.cli.session.open_session import existing, real_path
 from kvrt.errors import BadSession, SaveError
 from kvrt.session.change import replace
@@ -27,7 +26,7 @@ def execute(options: RepairOptions) -> int:
     """
     assert options.session is not None
     path = real_path(existing(Path(options.session)))
-    new = path if options.output is None else new_path(options.output)
+    new = path if options.output is None else Path(options.output)
     status = stored.status(path)
 
     def before(at: Path) -> None:

@@ -12,9 +12,9 @@ from kvrt.cli.flags.evaluate import UNTIL_FULL, EvalFlags, LengthFlags
 from kvrt.cli.flags.serving import BatchOptions, FitOptions
 from kvrt.cli.process import output
 from kvrt.cli.report.size import parse_size
-from kvrt.cli.setup.config import cache_config
+from kvrt.cli.setup.config import answer_length, cache_config
 from kvrt.cli.setup.flag_map import taken
-from kvrt.config import CacheConfig
+from kvrt.config import CacheConfig, SelfExtend
 from kvrt.errors import DAMAGED, BadConfig, BadSession, UsageError
 from kvrt.kv_types import head_bytes
 from kvrt.policies import SCORED, AnyPolicy, AttentionSinks, ContextShift, Policy, ScoredPolicy
@@ -25,6 +25,7 @@ from kvrt_models.tokenizer.encode import Tokenizer
 
 _Options = EvalFlags | BatchOptions | FitOptions
 _Flags = TypeVar("_Flags", bound=EvalFlags)
+_MOST_EXTENDED = 16  # times the trained length that SelfExtend is advised for
 
 
 def stays(options: EvalFlags, spec: DecoderSpec, config: CacheConfig) -> bool:
@@ -43,6 +44,7 @@ def check_prompt(options: EvalFlags, n_prompt: int, spec: DecoderSpec, config: C
       UsageError: it does not fit, and nothing shifts.
     """
     n_least = n_prompt + _writes(options)
+    remedy = _room_for(n_prompt + answer_length(options), spec, options)
     if options.policy_name not in BY_POSITION:
         return
     if all(extent(g, config).rolls for g in spec.groups):
@@ -53,22 +55,40 @@ def check_prompt(options: EvalFlags, n_prompt: int, spec: DecoderSpec, config: C
     if shifts(options) and spec.recurrent is not None:
         output.warn(
             "the state of recurrent layers cannot forget, so the context does not shift and the "
-            f"text ends with its {config.n_ctx} cells; --nocontext_shift if that is wanted"
+            f"text ends with its {config.n_ctx:,} cells; --nocontext_shift if that is wanted"
         )
     if n_least <= config.n_ctx:
         return
     if shifts(options) and spec.recurrent is None:
         if n_prompt > config.n_ctx:
             output.warn(
-                f"the prompt has {n_prompt} tokens, the context {config.n_ctx} cells: older tokens "
-                "are dropped while it is read, so that the answer does not know the prompt's "
-                f"beginning; raise -c to {n_least} to keep it"
+                f"the prompt has {n_prompt:,} tokens, the context {config.n_ctx:,} cells: older "
+                "tokens are dropped while it is read, so that the answer does not know the "
+                f"prompt's beginning; to keep it {remedy}"
             )
         return
     raise UsageError(
-        f"the prompt has {n_prompt} tokens, the context {config.n_ctx} cells, and {n_least} are "
-        f"needed; raise -c to {n_least} or more (the model was trained for {spec.n_ctx_train}), "
-        "use --context_shift or shorten the prompt"
+        f"the prompt has {n_prompt:,} tokens, the context {config.n_ctx:,} cells, and {n_least:,} "
+        f"are needed; {remedy}, drop older tokens (--context_shift) or shorten the prompt"
+    )
+
+
+def _room_for(n_tokens: int, spec: DecoderSpec, options: EvalFlags) -> str:
+    """The flags with which a context holds n_tokens, within what the model was trained for."""
+    n_trained, window = spec.n_ctx_train, options.grp_attn_w
+    if n_tokens <= n_trained:
+        return f"raise -c to {n_tokens}"
+    # A power of two, for SelfExtend in the cache wants a window of whole groups.
+    group = 2
+    while SelfExtend(ga_n=group, ga_w=window, kind="paper").reach(n_trained) < n_tokens:
+        group *= 2
+        if group > _MOST_EXTENDED:
+            return f"use a model trained for more than its {n_trained:,} tokens"
+    simple = spec.recurrent is None and all(g.mask.kind == "full" for g in spec.groups)
+    extended = f" with -gan {group} (SelfExtend)" if simple and not window % group else ""
+    return (
+        f"raise -c to {n_tokens}{extended}, beyond the {n_trained:,} tokens that the model was "
+        "trained for"
     )
 
 
@@ -78,13 +98,13 @@ def _warn_behind_window(options: EvalFlags, n_prompt: int, config: CacheConfig) 
     n_kept = options.n_sink + n_window
     if n_kept > config.n_ctx:
         raise UsageError(
-            f"--n_sink {options.n_sink} and --n_window {n_window} keep {n_kept} tokens, the "
-            f"context has {config.n_ctx} cells; keep fewer, or raise -c to {n_kept}"
+            f"--n_sink {options.n_sink} and --n_window {n_window} keep {n_kept:,} tokens, the "
+            f"context has {config.n_ctx:,} cells; keep fewer, or raise -c to {n_kept}"
         )
     if n_prompt > n_kept:
         output.warn(
-            f"the prompt has {n_prompt} tokens, of which {n_kept} stay: the first {options.n_sink} "
-            f"and the last {n_window}; raise -c or --n_window to keep it"
+            f"the prompt has {n_prompt:,} tokens, of which {n_kept:,} stay: the first "
+            f"{options.n_sink:,} and the last {n_window:,}; raise -c or --n_window to keep it"
         )
 
 
@@ -111,8 +131,8 @@ def policy_of_run(
     n_keep = n_kept(options.keep, ids, tokenizer)
     if n_keep > n_ctx - 2:
         raise BadConfig(
-            f"--keep {options.keep} keeps {n_keep} tokens, which leaves nothing to drop in "
-            f"{n_ctx} cells; keep fewer, raise -c or use --nocontext_shift"
+            f"--keep {options.keep} keeps {n_keep:,} tokens, which leaves nothing to drop in "
+            f"{n_ctx:,} cells; keep fewer, raise -c or use --nocontext_shift"
         )
     return ContextShift(n_keep=n_keep, **taken("ContextShift", options))
 
@@ -237,7 +257,7 @@ def _in_bytes(n_bytes: int, spec: DecoderSpec, options: _Options) -> int:
 
 def layers_of_spec(spec: DecoderSpec, config: CacheConfig, policy: AnyPolicy | None) -> LayerKinds:
     """The layers of a model by what keeps them, before there are weights; raises BadConfig."""
-    heads = {i: spec.n_heads for g in spec.groups for i in g.all_layers}
+    heads = {i: spec.n_heads_of(i) for g in spec.groups for i in g.all_layers}
     scored = policy if isinstance(policy, ScoredPolicy) else None
     return by_kind(spec.groups, spec.recurrent, config, scored, heads)
 

@@ -8,7 +8,7 @@ import dataclasses
 import enum
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -162,18 +162,12 @@ def keep_damaged(path: Path) -> Path:
 
 
 def _keep(path: Path, is_free: Callable[[Path], bool]) -> Path:
-    for kept in _backups(path):
+    for kept in atomic.backup_names(path):
         with atomic.locked(kept):
             if is_free(kept):
                 _duplicate(path, kept)
                 return kept
     raise AssertionError("there are 2^31 names")
-
-
-def _backups(path: Path) -> Iterator[Path]:
-    yield path.with_name(f"{path.name}~")
-    for n in range(2, 1 << 31):
-        yield path.with_name(f"{path.name}~{n}")
 
 
 def _gives_way(kept: Path, held: SessionTokens) -> bool:

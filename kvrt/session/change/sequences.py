@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from kvrt.arrays import AnyArray, UInt32
-from kvrt.cellcache.history import TokenHistory
+from kvrt.cellcache.history import TokenHistory, renumbered
 from kvrt.config import MAX_SEQUENCES
 from kvrt.errors import BadSequence, SaveError
 from kvrt.session import io, kv_arrays
@@ -206,23 +206,14 @@ def _states(a: StatePart, b: StatePart) -> StatePart:
 
 def _history(a: TokenHistory, b: TokenHistory) -> TokenHistory:
     """Tokens of both. Marks are numbered anew, so that many saves do not use them up."""
-    moved = {s: [_marked(x, a.n_marks) for x in pieces] for s, pieces in b.pieces.items()}
-    pieces = {**{s: list(x) for s, x in a.pieces.items()}, **moved}
-    used = np.unique(np.concatenate([x[2] for each in pieces.values() for x in each]))
+    of_a, n = renumbered(a.pieces)
+    of_b, n = renumbered(b.pieces, n)
     return TokenHistory(
-        pieces={
-            s: tuple(np.stack([*x[:2], np.searchsorted(used, x[2]).astype(np.int32)]) for x in each)
-            for s, each in pieces.items()
-        },
-        n_marks=len(used),
+        pieces={**of_a, **of_b},
+        n_marks=n,
         exact={**a.exact, **b.exact},
         unshared=a.unshared | b.unshared,
     )
-
-
-def _marked(entries: np.ndarray, n: int) -> np.ndarray:
-    """Entries with marks behind the first n."""
-    return np.stack([*entries[:2], entries[2] + np.int32(n)])
 
 
 def one_owner(n: int, seq_id: int) -> UInt32[np.ndarray, "n W"]:

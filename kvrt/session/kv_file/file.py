@@ -72,8 +72,10 @@ def save(
             _write_blobs(fd, placed)
             atomic.write_at(fd, data, first.offset)
             atomic.write_at(fd, frame.page(first), 0)
+            _check_readable(fd, first, drafts)
 
-        atomic.replace(path, write)
+        with codec.refused_as_unreadable(path):
+            atomic.replace(path, write)
         return Saved(n_bytes=first.end, n_written=first.end)
 
 
@@ -199,6 +201,11 @@ def _parsed(fd: int, known: OpenedSession | None = None) -> tuple[Frame, Manifes
     first = frame.newest_frame(*_first_page(fd))
     if known is not None and known.sha256 == first.sha256:
         return first, known.manifest
+    return first, _manifest(fd, first)
+
+
+def _manifest(fd: int, first: Frame) -> Manifest:
+    """The manifest that a frame names, checked."""
     if first.n_bytes > manifests.MAX_BYTES:
         raise BadSession(
             f"the manifest has {first.n_bytes} bytes, the limit is {manifests.MAX_BYTES}; {DAMAGED}"
@@ -209,7 +216,7 @@ def _parsed(fd: int, known: OpenedSession | None = None) -> tuple[Frame, Manifes
             f"the manifest, bytes {first.offset} to {first.end}, has another sha256 than it was "
             f"written with; {DAMAGED}"
         )
-    return first, _checked_manifest(data, first.end)
+    return _checked_manifest(data, first.end)
 
 
 def _checked_manifest(data: bytes, end: int) -> Manifest:
@@ -218,6 +225,19 @@ def _checked_manifest(data: bytes, end: int) -> Manifest:
     blobs.check_places(found.blobs, PAGE, end)
     expected.check_manifest(found)
     return found
+
+
+def _check_readable(fd: int, new: Frame, drafts: Sequence[Tensors]) -> None:
+    """Reads back what was written, by the rules of a reader, before it takes effect.
+
+    Keys, values and states are checked in memory; only manifest and cells are read.
+
+    Raises:
+      BadSession: a reader would refuse it.
+    """
+    found = _manifest(fd, new)
+    meta = blobs.read_blob(fd, found.meta, "the cells")
+    codec.from_tensors(found, [*drafts[:-1], meta])
 
 
 def _first_page(fd: int) -> tuple[bytes, int]:
@@ -261,7 +281,8 @@ def _lengthen(path: Path, snapshot: Snapshot, drafts: Sequence[Tensors]) -> Save
             blobs.holds(fd, b) for b in kept
         ):
             return None
-        return _append(fd, first, snapshot, placed)
+        with codec.refused_as_unreadable(path):
+            return _append(fd, first, snapshot, placed, drafts)
     finally:
         os.close(fd)
 
@@ -276,7 +297,13 @@ def _check_replaced(path: Path) -> None:
         os.close(fd)
 
 
-def _append(fd: int, old: Frame, snapshot: Snapshot, placed: Sequence[_Placed]) -> Saved:
+def _append(
+    fd: int,
+    old: Frame,
+    snapshot: Snapshot,
+    placed: Sequence[_Placed],
+    drafts: Sequence[Tensors],
+) -> Saved:
     """The steps that `frame` describes, each on the disk before the next."""
     data = codec.manifest(snapshot, [p.blob for p in placed])
     at_work = dataclasses.replace(old, limit=frame.NO_LIMIT)
@@ -287,6 +314,12 @@ def _append(fd: int, old: Frame, snapshot: Snapshot, placed: Sequence[_Placed]) 
     atomic.write_at(fd, data, new.offset)
     os.ftruncate(fd, new.end)
     os.fsync(fd)
+    try:
+        _check_readable(fd, new, drafts)
+    except BadSession:
+        os.ftruncate(fd, old.end)
+        atomic.write_at(fd, frame.slot(old), frame.SLOTS[1])
+        raise
     for at in frame.SLOTS:
         atomic.write_at(fd, frame.slot(new), at)
         os.fsync(fd)

@@ -16,12 +16,12 @@ import struct
 import xxhash
 
 from kvrt.errors import DAMAGED, BadSession
+from kvrt.files.kinds import SESSION
 
 PAGE = 4096
-SLOTS = (0, 512)
 VERSION = 1
 NO_LIMIT = 2**63 - 1  # of a writer at work, which knows its end last
-_MAGIC = b"kvrt-kv\n"
+(_MAGIC,), SLOTS = SESSION.begins, SESSION.offsets
 _FORM = struct.Struct("<8sIIQQQQQ32s")
 _SLOT_BYTES = _FORM.size + 16
 

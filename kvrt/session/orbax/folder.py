@@ -77,6 +77,8 @@ def save(path: Path, snapshot: Snapshot, *, before: Before | None = None) -> Sav
             sums = _write(_rows(path, generation), drafts, groups, team) + sums
             found = [Blob(offset=0, n_bytes=n, digest=d) for n, d in sums]
             data = codec.manifest(snapshot, found, [x.division for x in groups])
+            with codec.refused_as_unreadable(path):
+                _check_readable(_rows(path, generation), data)
             _replace_index(path, generation, data)
             if made:
                 atomic.sync_folder(path.parent)
@@ -262,11 +264,23 @@ def _index(
     if known is not None and known.sha256 == sha256:
         return generation, sha256, known.manifest
     try:
-        found = manifests.from_json(body)
-        expected.check_manifest(found)
+        return generation, sha256, _manifest(body)
     except BadSession as error:
         raise BadSession(f"{path}: {error}") from error
-    return generation, sha256, found
+
+
+def _manifest(body: bytes) -> Manifest:
+    """The manifest in such bytes, checked."""
+    found = manifests.from_json(body)
+    expected.check_manifest(found)
+    return found
+
+
+def _check_readable(written: Path, body: bytes) -> None:
+    """Reads back manifest and cells by the rules of a reader, before the index names them."""
+    found = _manifest(body)
+    name = codec.blob_names(found)[-1]
+    codec.cells(found, rows.read_part(written, len(found.blobs) - 1, found.meta, name))
 
 
 def _head(path: Path, is_use: bool = True) -> tuple[int, bytes]:
