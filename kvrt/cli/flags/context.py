@@ -49,8 +49,8 @@ class KeepFlags(Options):
 
     keep: int = _context(
         0,
-        "tokens of the prompt that a shift never drops, a begin-of-text token not counted; "
-        "-1 keeps all",
+        "tokens of the prompt that a shift never drops, BOS not counted; -1 keeps all; if not "
+        "given, a session's",
         "N",
         low=-1,
     )
@@ -137,7 +137,8 @@ class RunPolicyFlags(KeepFlags, SizeFlags):
         None,
         "what a full context drops: context_shift (the default) half of what --keep leaves, "
         "attention_sinks all but --n_sink first and --n_window last tokens, none ends there; "
-        "others keep --policy_budget tokens a kv head by score, from the start",
+        "others keep --policy_budget tokens a kv head by score, from the start; if not given, a "
+        "session's",
         "NAME",
     )
 
