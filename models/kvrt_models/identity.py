@@ -18,6 +18,7 @@ _LATER = {
     **{"attn_gate": False, "latent": None, "layer_inputs": None, "unit_v_norm": False},
     **{"v_of_k": (), "layer_scale": False, "n_ff_readers": 0, "producers": ()},
     **{"altup": None, "laurel_rank": 0, "ffn_cutoffs": ()},
+    **{"layer_heads": (), "layer_ff": ()},
 }
 _LATER_OF_LATENTS = {"indexer": None}
 _LATER_OF_EXPERTS = {

@@ -6,9 +6,10 @@ from typing import Any
 from kvrt import Runtime
 from kvrt.cli.flags.session_files import AskOptions
 from kvrt.cli.process import output
-from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
+from kvrt.cli.process.interrupt import Interrupt
 from kvrt.cli.report import summary
 from kvrt.cli.run.generation import Generation, Reading
+from kvrt.cli.setup.model import await_programs
 from kvrt.cli.setup.weights import WeightsChoice
 from kvrt.errors import CacheFull
 from kvrt_models.load import Opened
@@ -46,6 +47,8 @@ class Answers:
           BadLogits, CacheFull: they ended it; the answer so far is written.
         """
         options = self._options
+        if reading.whole:
+            await_programs(runtime, quiet=options.quiet)
         if options.questions is not None and not (options.quiet or options.json):
             output.write_text(f"> {self._questions[i]}\n")
         note = self._weights.note(self._model)
@@ -55,7 +58,7 @@ class Answers:
         if job.failed is not None:
             raise job.failed
         if reason == "interrupted":
-            return EXIT_CODE
+            return interrupt.exit_code
         if reason == "context_full" and options.n_predict != -2:
             raise CacheFull(
                 f"the context is full at question {i + 1}: {runtime.config.n_ctx} cells hold "

@@ -6,6 +6,7 @@ from typing import Literal, get_args
 from kvrt.cli.flags.declare import Options, flag, flag_group
 from kvrt.config import ExtendKind
 from kvrt.errors import UsageError
+from kvrt.files import kinds
 
 DropName = Literal["none", "context_shift", "attention_sinks"]
 PolicyName = Literal[
@@ -60,7 +61,13 @@ class KeepFlags(Options):
     n_window: int = _policy(
         0, "newest tokens that attention_sinks keeps; 0 takes what the context leaves", "N"
     )
-    n_drop: int = _policy(1, "tokens that attention_sinks drops at once, at least", "N", low=1)
+    n_drop: int = _policy(
+        1,
+        "tokens that attention_sinks drops at once, at least; with --rope write and a cache other "
+        "than f32 a quarter of the window, so that keys are not rounded again at each token",
+        "N",
+        low=1,
+    )
     policy_budget: str = _policy(
         "512",
         "what each kv head keeps with a --policy by score (h2o and others): tokens, a part of the "
@@ -75,6 +82,7 @@ class KeepFlags(Options):
         "with --policy duo_attention: the kv heads that keep --n_stream tokens, a file that "
         "scripts/streaming_heads.py writes, or by layer, as [[1],[0,2]]; others keep the budget",
         "FILE",
+        file=kinds.INPUT,
     )
     n_stream: int = _policy(
         128, "tokens that heads of --streaming_heads keep: sinks and the newest", "N", low=1

@@ -1,7 +1,7 @@
 """Faults put into a copy of the tree, one at a time: which tests of the default suite find each.
 
-    python -m scripts.mutants
-    python -m scripts.mutants --only tiers --jobs 2
+    python -m scripts.soak.mutants
+    python -m scripts.soak.mutants --only tiers --jobs 2
 
 A fault replaces a piece of code that stands once in its file. Its tests are the files of the
 default suite that should find it; a fault is found when one of them fails. Prints a line for each
@@ -23,7 +23,7 @@ from absl import app, flags
 _ONLY = flags.DEFINE_string("only", "", "Faults whose name begins so.")
 _JOBS = flags.DEFINE_integer("jobs", 1, "Faults tried at once.", lower_bound=1)
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SELECT = ("tests/attention/test_select.py", "tests/runtime/test_select_runtime.py")
 KVZIP = ("tests/policies/test_kvzip.py",)
 READS = ("tests/policies/test_coming_back.py", "tests/policies/test_scored.py")
