@@ -103,6 +103,11 @@ class RopeSpec:
         if self.scaling == "longrope":
             _check(bool(self.short_factors and self.long_factors), "longrope needs both factors")
 
+    @property
+    def by_length(self) -> bool:
+        """Whether frequencies follow from the size of the context."""
+        return self.scaling in ("dynamic_ntk", "longrope")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MaskSpec:

@@ -1,4 +1,4 @@
-"""One call at a time: what keeps two threads from tearing a `Runtime` or an `Engine` apart.
+"""One call at a time, in the process that began: the guard of a `Runtime` and of an `Engine`.
 
 Each call runs under kvrt's settings of JAX (`kvrt.jax_settings`), whatever the process has.
 
@@ -6,15 +6,18 @@ A call plans on the host, runs on the device and then notes what was done. A sec
 would plan on what is no longer there. It is refused at once instead of being made to wait: who
 shares such an object between threads has to say in which order calls are made, and a lock of their
 own or a queue does.
+
+A fork copies none of JAX's threads: a step in a forked process would wait for them for ever.
 """
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Collection, Generator, Iterator
 from types import FunctionType
 from typing import Any, TypeVar
 
-from kvrt.errors import Busy
+from kvrt.errors import Busy, UsageError
 from kvrt.jax_settings import own_settings
 
 T = TypeVar("T")
@@ -22,15 +25,52 @@ T = TypeVar("T")
 _NAME = "_exclusive"
 
 
+class _Process:
+    """Whether JAX was started here, and whether in a process that this one was forked from."""
+
+    started = forked = False
+
+
+def _note_fork() -> None:
+    _Process.forked = _Process.started
+
+
+if hasattr(os, "register_at_fork"):  # Windows does not fork.
+    os.register_at_fork(after_in_child=_note_fork)
+
+
+def start_jax(call: str) -> None:
+    """Notes that this process uses JAX from here on.
+
+    Raises:
+      UsageError: it was forked from a process that did.
+    """
+    _check_not_forked(call)
+    _Process.started = True
+
+
+def _check_not_forked(call: str) -> None:
+    if _Process.forked:
+        raise UsageError(
+            f"{call} was called in process {os.getpid()}, which was forked from one that used "
+            "JAX, whose threads no fork copies: it would wait for ever; fork before a model is "
+            'loaded, or start processes by "spawn" or "forkserver"'
+        )
+
+
 class Exclusive:
     """The guard of one object; taking it costs a lock that never waits."""
 
     def __init__(self, what: str):
-        """Nobody calls.
+        """Begins to guard; JAX runs in this process from here on.
 
         Args:
           what: the object's class, for messages.
+
+        Raises:
+          UsageError: this process was forked from one where it ran.
         """
+        start_jax(what)
         self._what, self._lock = what, threading.Lock()
         self._call, self._thread, self._in_callback = "", 0, False
 
@@ -44,7 +84,9 @@ class Exclusive:
 
         Raises:
           Busy: another call has not returned.
+          UsageError: this process was forked from the one that made the object.
         """
+        _check_not_forked(f"{self._what}.{call}")
         if self._lock.acquire(blocking=False):
             self._call, self._thread = call, threading.get_ident()
             return True

@@ -53,6 +53,7 @@ class Stats:
       n_dropped: tokens removed by context shifts.
       n_defrag: defragmentations that moved a cell.
       n_bad_logits: times that logits with NaN, +inf or no finite value ended a generation.
+      n_nan_scores: scores of a policy by score that were NaN; those tokens were evicted first.
       n_compiles: programs compiled, or taken from JAX's persistent compilation cache.
       n_from_disk: those of them that were taken from there.
       compile_s: time that took.
@@ -83,6 +84,7 @@ class Stats:
     n_dropped: int
     n_defrag: int
     n_bad_logits: int = 0
+    n_nan_scores: int = 0
     n_compiles: int
     n_from_disk: int
     compile_s: float
@@ -133,6 +135,7 @@ class Counts:
             n_dropped=sum(d.n_dropped for d in self.drops),
             n_defrag=self.n_defrag,
             n_bad_logits=self.n_bad_logits,
+            n_nan_scores=programs.nan_scores.n,
             n_compiles=programs.n_compiles,
             n_from_disk=programs.n_from_disk,
             compile_s=programs.compile_s,

@@ -129,6 +129,17 @@ COMMANDS = (
         "kvrt.cli.session.trim",
     ),
     Command(
+        "repair",
+        "SESSION",
+        "what is sound of a damaged session",
+        "Keeps of a damaged session what its digests prove: of each sequence the tokens before the "
+        "first damaged block, or up to a context checkpoint before it. Says what is lost. Ends "
+        "with 0 if something is left, or nothing was damaged, else with 1.",
+        s.RepairOptions,
+        "kvrt.cli.session.repair",
+        ("kvrt repair book.kv", "kvrt repair book.kv -o sound.kv"),
+    ),
+    Command(
         "convert",
         "SESSION --to TYPE -o FILE",
         "a copy of a session with another KV dtype",
@@ -148,7 +159,7 @@ COMMANDS = (
         "the sessions of a folder",
         "Lists the sessions of a folder, the one used last first.",
         s.LsOptions,
-        "kvrt.cli.session.ls",
+        "kvrt.cli.library.ls",
     ),
     Command(
         "prune",
@@ -158,7 +169,7 @@ COMMANDS = (
         "says of each why it goes or stays. A session was used when kvrt read or wrote it; one "
         "that the index does not know yet was used when its file was read or changed last.",
         s.PruneOptions,
-        "kvrt.cli.session.prune",
+        "kvrt.cli.library.prune",
         ("kvrt prune sessions --budget 2GB --dry_run",),
     ),
     Command(

@@ -20,7 +20,7 @@ from kvrt.errors import BadConfig
 from kvrt.program.disk_hits import CompileProgress, DiskHits
 from kvrt.program.labels.arrays import check_weights
 from kvrt.program.mesh import Placement
-from kvrt.program.step import StepSpec
+from kvrt.program.step import NanScores, StepSpec
 from kvrt.program.weights import param_shardings
 from kvrt.select_spec import DoubleSparsity
 
@@ -46,7 +46,8 @@ class Programs:
     """Compiled programs by kind and bucket, and the parameters that they are called with.
 
     `n_compiles` of them were compiled so far, of which `n_from_disk` came from JAX's persistent
-    compilation cache; callers waited `compile_s` for them.
+    compilation cache; callers waited `compile_s` for them. `nan_scores` are those of a policy that
+    they evicted by.
     """
 
     def __init__(self, model: nnx.Module, spec: StepSpec, place: Placement | None = None):
@@ -60,7 +61,7 @@ class Programs:
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
         self._pending: dict[tuple, Future[tuple[jax.stages.Compiled, int]]] = {}
         self.compile_s, self.n_from_disk = 0.0, 0
-        self._digest = ""
+        self._digest, self.nan_scores = "", NanScores()
         self._check_weights()
 
     @property

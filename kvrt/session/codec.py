@@ -10,7 +10,7 @@ import numpy as np
 import kvrt
 from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.saved import SavedCells
-from kvrt.errors import BadSession, SaveError
+from kvrt.errors import DAMAGED, BadSession, SaveError
 from kvrt.session import checkpoints, described, expected, kv_arrays, owners
 from kvrt.session import manifest as manifests
 from kvrt.session.divided.division import Division, joined_pieces, pieces
@@ -85,6 +85,7 @@ def manifest(
             logits={s: pos for s, (pos, _) in snapshot.logits.items()},
             draws=snapshot.draws,
             policy=snapshot.policy,
+            policies=snapshot.policies,
             select=snapshot.select,
             in_blocks=snapshot.in_blocks,
             meta=next(left),
@@ -160,6 +161,7 @@ def from_tensors(
         logits={s: (pos, _logits(meta, s, found)) for s, pos in found.logits.items()},
         draws=found.draws,
         policy=found.policy,
+        policies=found.policies,
         select=found.select,
         checkpoints=tuple(
             checkpoints.checkpoint_part(found, c, x, held)
@@ -219,7 +221,7 @@ def history_in(found: Manifest, meta: Tensors) -> TokenHistory:
         if n and not 0 <= x[1].min() <= x[1].max() < n_vocab:
             raise BadSession(
                 f"sequence {s} has tokens from {x[1].min()} to {x[1].max()}, the vocabulary has "
-                f"{n_vocab}; the session is damaged, save it again"
+                f"{n_vocab}; {DAMAGED}"
             )
         pieces[s] = (x,)
     return TokenHistory(pieces=pieces, n_marks=found.n_marks, exact=found.exact)
@@ -229,7 +231,12 @@ def _check_sequences(found: Manifest, held: TokenHistory) -> None:
     """Refuses what the manifest says of sequences that hold something else, or nothing."""
     ends = {s: int(x[0][0].max()) for s, x in held.pieces.items() if x[0].size}
     wrong = [s for s, n in found.exact.items() if n > found.n_tokens.get(s, -1)]
-    wrong += [s for said in (found.ga_i, found.draws) for s in said if s not in held.pieces]
+    wrong += [
+        s
+        for said in (found.ga_i, found.draws, found.policies)
+        for s in said
+        if s not in held.pieces
+    ]
     wrong += [s for s, pos in found.logits.items() if ends.get(s) != pos]
     newest: dict[int, int] = {}  # position of each state
     for s, states in (found.held or {}).items():
@@ -242,7 +249,7 @@ def _check_sequences(found: Manifest, held: TokenHistory) -> None:
     if wrong:
         raise BadSession(
             f"what is said of sequence {wrong[0]} (its newest position, states, logits or where "
-            "sampling stopped) contradicts its tokens; the session is damaged, save it again"
+            f"sampling stopped) contradicts its tokens; {DAMAGED}"
         )
 
 

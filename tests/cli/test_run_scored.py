@@ -1,5 +1,7 @@
 """`kvrt run` and `kvrt batch` with a policy by score: budgets, sessions, and refusals."""
 
+import signal
+
 import pytest
 
 from kvrt.cli.process.interrupt import Interrupt, Interrupted
@@ -156,7 +158,7 @@ def test_ctrl_c_ends_a_compression_and_leaves_no_session(go, long_prompt, tmp_pa
     def check(self):
         n_asked.append(1)
         if len(n_asked) == 3:  # before the first step, behind it, behind the second
-            self.asked = True
+            signal.raise_signal(signal.SIGINT)
             raise Interrupted
 
     monkeypatch.setattr(Interrupt, "check", check)

@@ -131,7 +131,7 @@ def test_what_is_damaged_is_refused_and_stays(go, prefilled, tmp_path):
     refused(go("--session", prefilled), (bytes(data), prefilled), 1, "xxh3-128", "damaged")
     text = tmp_path / "notes.txt"
     text.write_text("no session at all")
-    refused(go("--session", text), (b"no session at all", text), 1, "session")
+    refused(go("--session", text), (b"no session at all", text), 2, "is not a session")
 
 
 @pytest.mark.slow

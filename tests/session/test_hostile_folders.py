@@ -72,12 +72,12 @@ def bomb(path):
 
 def said(path, change):
     """Changes the manifest of a folder, with a digest that holds."""
-    head, _, body = (path / folder.INDEX).read_bytes().partition(b"\n")
+    head, _, body = (path / folder.FOLDER_INDEX).read_bytes().partition(b"\n")
     values = json.loads(body)
     change(values)
     body = json.dumps(values).encode()
     digest = hashlib.sha256(body).hexdigest().encode()
-    (path / folder.INDEX).write_bytes(head[: -len(digest)] + digest + b"\n" + body)
+    (path / folder.FOLDER_INDEX).write_bytes(head[: -len(digest)] + digest + b"\n" + body)
 
 
 def wide_heads(values):

@@ -6,7 +6,7 @@ from typing import Any
 from kvrt import Runtime
 from kvrt.cli.flags.session_files import AskOptions
 from kvrt.cli.process import output
-from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
+from kvrt.cli.process.interrupt import Interrupt
 from kvrt.cli.report import summary
 from kvrt.cli.run.generation import Generation, Reading
 from kvrt.cli.setup.model import await_programs
@@ -58,7 +58,7 @@ class Answers:
         if job.failed is not None:
             raise job.failed
         if reason == "interrupted":
-            return EXIT_CODE
+            return interrupt.exit_code
         if reason == "context_full" and options.n_predict != -2:
             raise CacheFull(
                 f"the context is full at question {i + 1}: {runtime.config.n_ctx} cells hold "

@@ -38,9 +38,7 @@ def ask_chunks(options: AskOptions, questions: list[str]) -> int:
     if options.chunk_dir is not None:
         store = ChunkStore(options.chunk_dir, tell=output.note)
     with ready(options):
-        asker = ChunkAsker(_followed(options, files), files, questions, store)
-        with Interrupt() as interrupt:
-            return asker.run(interrupt)
+        return ChunkAsker(_followed(options, files), files, questions, store).run()
 
 
 class ChunkAsker:
@@ -90,12 +88,17 @@ class ChunkAsker:
         self._reader = ChunkReader(self._runtime, store, self._lead, strict=options.strict)
         self._answers = Answers(options, self._model, weights, questions)
 
-    def run(self, interrupt: Interrupt) -> int:
+    def run(self) -> int:
         """Answers all questions in their order; returns the exit code."""
         runtime, quiet = self._runtime, self._options.quiet
         compile_programs(runtime, self._model, self._options, self._longest, quiet=quiet)
         with status.waiting("reading chunks", not quiet):
             self._chunks = [self._reader.open(*x) for x in self._named]
+        with Interrupt() as interrupt:
+            return self._answer_all(interrupt)
+
+    def _answer_all(self, interrupt: Interrupt) -> int:
+        runtime, quiet = self._runtime, self._options.quiet
         for i, ids in enumerate(self._ids):
             runtime.clear()
             compiled, start = runtime.stats().compile_s, time.perf_counter()

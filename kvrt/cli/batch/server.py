@@ -46,8 +46,14 @@ class Serves(Protocol):
         """What is new."""
         ...
 
-    def cancel(self, request_id: str, sample: int | None = None) -> None:
-        """Ends a request, or one of its samples."""
+    def cancel(
+        self,
+        request_id: str,
+        sample: int | None = None,
+        *,
+        reason: Literal["cancelled", "stop"] = "cancelled",
+    ) -> None:
+        """Ends a request, or one of its samples, for a reason that metrics count."""
         ...
 
 
@@ -126,10 +132,8 @@ class Server:
         # What ended by a stop text, or with another sample, need not be computed any more.
         for sample in live.left() if records else live.stopped(output.sample):
             with contextlib.suppress(BadRequest):
-                self._engine.cancel(output.id, sample)
+                self._engine.cancel(output.id, sample, reason=live.why_cancelled(sample))
         if records:
-            self.counts.n_prompt += len(live.request.tokens) * live.request.n
-            self.counts.n_cached += live.n_cached
             self._write(records)
 
     def _write(self, records: Sequence[Record]) -> None:
@@ -202,10 +206,9 @@ class _Live:
         s = self._samples[sample]
         return [sample] if s.reason is not None and not s.ended else []
 
-    @property
-    def n_cached(self) -> int:
-        """Tokens of the prompt that were found, of all samples."""
-        return sum(s.n_cached for s in self._samples)
+    def why_cancelled(self, sample: int) -> Literal["cancelled", "stop"]:
+        """Why the engine is to end a sample: a stop text, or the failure of another sample."""
+        return "cancelled" if self._samples[sample].reason is None else "stop"
 
     def take(self, output: Output) -> list[Record]:
         """Takes what is new; the lines of the results once it has ended as a whole."""

@@ -6,6 +6,7 @@ from typing import Literal, get_args
 from kvrt.cli.flags.declare import Options, flag, flag_group
 from kvrt.config import ExtendKind
 from kvrt.errors import UsageError
+from kvrt.files import kinds
 
 DropName = Literal["none", "context_shift", "attention_sinks"]
 PolicyName = Literal[
@@ -81,6 +82,7 @@ class KeepFlags(Options):
         "with --policy duo_attention: the kv heads that keep --n_stream tokens, a file that "
         "scripts/streaming_heads.py writes, or by layer, as [[1],[0,2]]; others keep the budget",
         "FILE",
+        file=kinds.INPUT,
     )
     n_stream: int = _policy(
         128, "tokens that heads of --streaming_heads keep: sinks and the newest", "N", low=1

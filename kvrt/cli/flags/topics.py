@@ -28,10 +28,12 @@ values, and where sampling was left.
   kvrt verify book.kv -m MODEL            whether it is sound and fits
   kvrt explain book.kv -f new.txt         what a text would reuse
   kvrt fork, trim, convert                copies, cut or converted
+  kvrt repair book.kv                     what is sound of a damaged one
   kvrt ls FOLDER, kvrt prune FOLDER       a folder of sessions
 
 A session of another model, or one that is damaged, is refused; the
-file stays as it is.
+file stays as it is. kvrt run --overwrite replaces it, and keeps the
+former one as FILE~, as kvrt repair does.
 """
 _SCHEMA = """\
 A schema names parts of prompts, modules, that are computed once:
@@ -154,7 +156,9 @@ _EXIT_CODES = """\
        batch that failed; fit: it does not fit
   2    a mistake in the call: a flag, a file or model that is not
        there, a session of another model
-  130  interrupted by Ctrl-C; what was written so far is whole
+  130  interrupted by Ctrl-C (SIGINT), 143 by SIGTERM, 129 by SIGHUP (a
+       closed terminal): what was read and written is saved first; a
+       second signal ends at once
 """
 _ENVIRONMENT = """\
   KVRT_CACHE       the folder for fetched models, compiled programs and

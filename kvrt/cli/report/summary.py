@@ -14,6 +14,7 @@ import numpy as np
 
 from kvrt import Stats, kv_types
 from kvrt.cells import Cells
+from kvrt.cli.process import output
 from kvrt.cli.report import phrases
 from kvrt.cli.report.cell_map import MAP_WIDTH, OWNERS, signs
 
@@ -51,7 +52,7 @@ class Outcome:
       texts: what the ids of `logprobs` say, by id.
       seed: of the random numbers; None where the most probable token was taken.
       n_restored: how many of them a session held; None without a session.
-      n_prefilled: how many of them were evaluated; fewer after Ctrl-C.
+      n_prefilled: how many of them were evaluated; fewer after a signal.
       n_generated: tokens sampled, an end-of-text token included.
       finish_reason: a key of the reasons: stop, stop_string, length, context_full, interrupted,
         bad_logits.
@@ -103,7 +104,6 @@ def prefill_bar(n_prompt: int, wanted: bool) -> Iterator[Callable[[int], None]]:
         yield lambda done: None
         return
     from rich import progress
-    from rich.console import Console
 
     columns = (
         progress.TextColumn("{task.description}"),
@@ -113,7 +113,7 @@ def prefill_bar(n_prompt: int, wanted: bool) -> Iterator[Callable[[int], None]]:
         progress.TimeRemainingColumn(),
         progress.TextColumn("left"),
     )
-    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    with progress.Progress(*columns, console=output.console(), transient=True) as bars:
         task, start = bars.add_task("prompt", total=n_prompt, rate=""), time.perf_counter()
 
         def show(done: int) -> None:
@@ -143,6 +143,7 @@ def summary(outcome: Outcome) -> list[str]:
         f"{kv_types.described(stats.type_k, stats.type_v)}",
         *([f"           {checkpoint_line(stats)}"] if _had_checkpoints(stats) else []),
         *([f"policy     {kept_line(stats.scored)}"] if stats.scored else []),
+        *([f"           {phrases.nan_scores(stats.n_nan_scores)}"] if stats.n_nan_scores else []),
         *([f"reads      {read_line(outcome, stats.select)}"] if stats.select else []),
         f"upkeep     {_count(stats.n_shift, 'context shift')}, "
         f"{_count(stats.n_dropped, 'token')} dropped, {_count(stats.n_defrag, 'defrag')}"
@@ -313,10 +314,9 @@ def print_cells(cells: Cells, stats: Stats) -> None:
 
     Rows equal to the one before are left out, with a * in their place.
     """
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = output.console(highlight=False, soft_wrap=True)
     digits = len(str(stats.n_ctx))
     room = shutil.get_terminal_size().columns - digits - 1
     width = max(room // 8 * 8, 8) if console.is_terminal else MAP_WIDTH

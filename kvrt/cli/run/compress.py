@@ -30,7 +30,7 @@ def read_compressed(
 ) -> None:
     """Reads a prompt and compresses it; says before what that takes, and after what it took.
 
-    Ctrl-C ends it between two steps, and nothing of the prompt is read then.
+    A signal ends it between two steps, and nothing of the prompt is read then.
     """
     interrupt.check()
     policy = runtime.stats().scored

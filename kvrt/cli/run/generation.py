@@ -53,7 +53,7 @@ class Reading:
 
     @property
     def read(self) -> list[int]:
-        """The tokens before the first that is not evaluated yet; after Ctrl-C not all."""
+        """The tokens before the first that is not evaluated yet; after a signal not all."""
         left = self.n_done
         for start, end in self.spans:
             if left < end - start:
@@ -61,12 +61,32 @@ class Reading:
             left -= end - start
         return self.ids
 
-    def run(self, runtime: Runtime, interrupt: Interrupt, *, quiet: bool) -> None:
-        """Evaluates what is left; Ctrl-C ends it between two steps."""
+    def run(
+        self,
+        runtime: Runtime,
+        interrupt: Interrupt,
+        each: Callable[[], None] | None = None,
+        *,
+        quiet: bool,
+    ) -> None:
+        """Evaluates what is left; a signal ends it between two steps.
+
+        Args:
+          runtime: evaluates.
+          interrupt: of the command.
+          each: called after each step.
+          quiet: no progress.
+        """
         compiled, start = runtime.stats().compile_s, time.perf_counter()
         try:
             with summary.prefill_bar(self.n_to_do, not quiet) as show:
-                self._steps(runtime, interrupt, show)
+
+                def after_step(n_done: int) -> None:
+                    show(n_done)
+                    if each:
+                        each()
+
+                self._steps(runtime, interrupt, after_step)
         except Interrupted:
             pass
         finally:
@@ -123,7 +143,7 @@ class Generation:
         """
         self._options, self._model, self._runtime = options, model, runtime
         self._weights, self._drafter = weights, drafter
-        self._reading = reading
+        self.reading = reading
         self._n_best = sampling.n_best(options)
         self._n_generated = 0
         self._decode_s = 0.0
@@ -140,7 +160,7 @@ class Generation:
           interrupt: ends it between two tokens.
           each: called after each token.
         """
-        if not self._reading.whole:
+        if not self.reading.whole:
             return "interrupted"
         stream = TextStream(self._model.tokenizer, self._options.stop)
         reason = self._decode(stream, interrupt, each)
@@ -153,13 +173,13 @@ class Generation:
             model=self._model.name,
             weights=self._weights,
             dtype=self._model.dtype,
-            n_prompt=len(self._reading.ids),
-            n_restored=self._reading.n_restored,
-            n_prefilled=self._reading.n_done,
+            n_prompt=len(self.reading.ids),
+            n_restored=self.reading.n_restored,
+            n_prefilled=self.reading.n_done,
             n_generated=self._n_generated,
             finish_reason=reason,
             stats=self._runtime.stats(),
-            prefill_s=self._reading.seconds,
+            prefill_s=self.reading.seconds,
             decode_s=self._decode_s,
             tokens=[t.id for t in self._tokens],
             text="".join(self._text),
@@ -171,7 +191,7 @@ class Generation:
     @property
     def ids(self) -> list[int]:
         """All tokens that were read and sampled."""
-        return self._reading.ids + self._sampled
+        return self.reading.ids + self._sampled
 
     @property
     def draw(self) -> SamplingState | None:
@@ -179,7 +199,7 @@ class Generation:
         if not self._sampled:
             return None
         sampling = dataclasses.asdict(self._sampling())
-        before = self._reading.after.n_sampled if self._reading.after else 0
+        before = self.reading.after.n_sampled if self.reading.after else 0
         return SamplingState(
             token=self._sampled[-1], n_drawn=before + self._n_generated, sampling=sampling
         )
@@ -200,10 +220,10 @@ class Generation:
             self._options.n_predict if self._options.n_predict >= 0 else None,
             sampling=self._sampling(),
             stop_ids=ends,
-            recent=self._reading.ids,
+            recent=self.reading.ids,
             n_best=self._n_best,
             stride=self._options.stride,
-            after=self._reading.after,
+            after=self.reading.after,
             speculation=sampling.speculation(self._options, self._drafter),
         )
         while not interrupt.asked:

@@ -2,8 +2,9 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,10 +16,16 @@ from kvrt.cli.run.generation import Reading, all_of
 from kvrt.cli.run.prompt import Prompt
 from kvrt.cli.run.restore import Way
 from kvrt.cli.run.save import EVERY_S, Saver
-from kvrt.cli.session.open_session import check_fits, choose_sequence, is_library, open_existing
+from kvrt.cli.session.open_session import (
+    check_fits,
+    choose_sequence,
+    holds_session,
+    is_library,
+    open_existing,
+    real_path,
+)
 from kvrt.config import CacheConfig
-from kvrt.errors import BadLogits, BadSession, SessionMismatch, UsageError
-from kvrt.files import atomic
+from kvrt.errors import BadLogits, BadSession, KvrtError, SessionMismatch, UsageError
 from kvrt.policies import AnyPolicy, ScoredPolicy
 from kvrt.program.sample import can_sample
 from kvrt.reuse.diff import common_prefix
@@ -75,7 +82,8 @@ class KeptSession:
         Args:
           name: a file that need not be there, or a folder; a link stands for what it points to.
           use: what is done with it.
-          every_s: seconds between saves while tokens are sampled, where `use.answers`.
+          every_s: seconds between saves while a prompt is read, and where `use.answers` while
+            tokens are sampled.
 
         Raises:
           BadSession: it is damaged, or no session.
@@ -95,6 +103,7 @@ class KeptSession:
             seq_id=use.seq,
         )
         self._n_held = 0
+        self._damage = ""
         self._way = Way.COMPARED
         self.opened = None
         if self._library is not None and use.writes:
@@ -104,13 +113,29 @@ class KeptSession:
                 f"{self._path}: is a folder of sessions, of a sequence each; name one for --seq"
             )
         if self._library is None:
-            if use.writes:
-                atomic.check_writable(self._path)
             if self._path.exists():
-                self.opened = choose_sequence(
-                    open_existing(self._path), use.seq, is_new_one=use.writes
-                )
-                self._saver.expect(self._path, _held(self.opened))
+                self._open()
+
+    def _open(self) -> None:
+        """Opens the file that is there; a damaged one that may be replaced counts as none."""
+        try:
+            opened = open_existing(self._path)
+        except BadSession as error:
+            self._replace_damaged(error)
+            return
+        self.opened = choose_sequence(opened, self._use.seq, is_new_one=self._use.writes)
+        self._saver.expect(self._path, _held(self.opened))
+
+    def _replace_damaged(self, error: BadSession) -> None:
+        """Does without a damaged session where --overwrite was given; else raises the error.
+
+        One of its sequences cannot be written beside others that cannot be read.
+        """
+        if not self._use.overwrite or self._use.seq is not None or not holds_session(self._path):
+            raise error
+        self._damage = str(error).partition("; ")[0].removeprefix(f"{self._path}: ")
+        self.opened = None
+        self._saver.expect_damage()
 
     def check(
         self, model: Opened, config: CacheConfig, policy: AnyPolicy | None, ids: Sequence[int]
@@ -234,6 +259,25 @@ class KeptSession:
         more = prompt.behind(given, tokenizer)
         return held + ([] if newest is None or newest in tokenizer.eos_ids else [newest]) + more
 
+    def policy(self, ids: Sequence[int]) -> Mapping[str, Any] | None:
+        """The policy by position that the session was left with; None is none that is known.
+
+        It keeps no more of a prompt than both begin with. A run without a policy saves it again.
+        """
+        if self.opened is None or self._use.overwrite:
+            return None
+        said = self.opened.manifest.policies.get(self.opened.seq_id)
+        if said is not None and isinstance(said.get("n_keep"), int):
+            n = common_prefix(self.opened.held[1], np.asarray(ids, np.int32))
+            said = {**said, "n_keep": min(said["n_keep"], n)}
+        self._saver.policy = said
+        return said
+
+    @property
+    def path(self) -> Path:
+        """Where it is; of a folder where it will be, after `begin`."""
+        return self._path
+
     def begin(self, runtime: Runtime, ids: list[int]) -> Reading:
         """Restores what fits of the `tokens`, says so, and gives what is left to read.
 
@@ -244,18 +288,38 @@ class KeptSession:
         if self._library is not None:
             self._choose(self._library, runtime, ids)
         if self.opened is None:
-            self._say(f"{self._path}: nothing restored, {len(ids):,} computed: no such session yet")
-            return dataclasses.replace(all_of(ids), n_restored=0)
+            return self._begin_anew(ids)
+        try:
+            found = restore.restore_usable(
+                runtime, self.opened, ids, self._way, chunks=self._use.chunks
+            )
+        except BadSession as error:
+            self._replace_damaged(error)
+            return self._begin_anew(ids)
         self._n_held = len(self.opened.held[1])
-        found = restore.restore_usable(
-            runtime, self.opened, ids, self._way, chunks=self._use.chunks
-        )
         begins = bool(self.opened.seq_ids) and self.opened.seq_id not in self.opened.seq_ids
         new = f"{self._path}: sequence {self._use.seq} begins, {len(ids):,} computed"
         said, select = self.opened, runtime.config.select
         how = phrases.sampled_by(said.manifest, said.seq_id, select)
         self._say(new if begins else found.line + how)
         return found.reading
+
+    def _begin_anew(self, ids: list[int]) -> Reading:
+        why = f"damaged and replaced: {self._damage}" if self._damage else "no such session yet"
+        self._say(f"{self._path}: nothing restored, {len(ids):,} computed: {why}")
+        return dataclasses.replace(all_of(ids), n_restored=0)
+
+    def during_prompt(self, runtime: Runtime, reading: Reading) -> None:
+        """Starts to save what was read of a prompt, if the last save is long enough ago.
+
+        What the session held is kept as `F~` where the part has less. A prompt that is appended is
+        saved whole or not at all: the same command would append it to a part of itself.
+        """
+        appended = self._way is Way.APPENDED
+        if appended or reading.whole or not (self._use.writes and self._saver.due):
+            return
+        _check_sound(self._path, runtime, reading)
+        self._saver.start(runtime, reading.read, is_part=True)
 
     def after_prompt(self, runtime: Runtime, reading: Reading) -> None:
         """Starts to save the prompt, if there is more of it than the session holds."""
@@ -264,7 +328,10 @@ class KeptSession:
         n_more = len(runtime.token_history()[1]) - self._n_held
         if reading.whole and not self._is_new(reading.ids, runtime):
             if self._library is not None and self._use.writes and self.opened is not None:
-                self._library.touch(self.opened.path)
+                try:
+                    self._library.touch(self.opened.path)
+                except KvrtError as error:
+                    output.warn(f"{self.opened.path}: its use is not noted: {error}")
         elif self._way is Way.APPENDED and not reading.whole:
             # Half of it would be held twice when the same command is given again.
             self._say(f"{self._path}: stays as it was, for not all of the prompt was read")
@@ -338,12 +405,6 @@ class KeptSession:
     def _say(self, line: str) -> None:
         if not self._use.quiet:
             output.note(line)
-
-
-def real_path(name: str | Path) -> Path:
-    """Where a session is written: what a link points to, so that the link stays one."""
-    path = Path(name)
-    return path.resolve() if path.is_symlink() else path
 
 
 def _held(opened: OpenedSession) -> SessionTokens:

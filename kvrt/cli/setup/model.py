@@ -38,6 +38,7 @@ def open_with_status(
         watch = Watch(
             tell=output.warn,
             show=lambda n, n_all: say(f"quantizing weights, {n} of {n_all}"),
+            digest=lambda: say("reading all of the model's file once, for its digest"),
         )
         opened = load.open_model(path, dtype=dtype, on_host=on_host, watch=watch)
     if not window_sinks:

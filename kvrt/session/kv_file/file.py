@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from kvrt.errors import BadSession, SaveError, reason
+from kvrt.errors import DAMAGED, BadSession, SaveError, reason
 from kvrt.files import atomic, regular
 from kvrt.session import codec, expected
 from kvrt.session import manifest as manifests
@@ -136,20 +136,59 @@ def read(path: Path, known: OpenedSession | None = None) -> Snapshot:
         return codec.from_tensors(found, [*arrays, known.meta], checked)
 
 
+def read_parts(path: Path) -> tuple[Manifest, list[Tensors | BadSession]]:
+    """The manifest of a damaged session, and each blob, or what is wrong with it.
+
+    Raises:
+      BadSession: no manifest is proven by its sha256.
+    """
+    with _naming(path) as fd:
+        found = _proven_manifest(fd)
+        return found, [
+            _tensors_or_error(fd, blob, name)
+            for blob, name in zip(found.blobs, codec.blob_names(found), strict=True)
+        ]
+
+
+def _proven_manifest(fd: int) -> Manifest:
+    """The newest manifest that a slot names, whole or not, and whose sha256 is right."""
+    n_file = os.fstat(fd).st_size
+    for first in frame.claimed_frames(atomic.read_at(fd, PAGE, 0)):
+        if first.n_bytes <= manifests.MAX_BYTES and first.offset + first.n_bytes <= n_file:
+            data = atomic.read_at(fd, first.n_bytes, first.offset)
+            if hashlib.sha256(data).digest() == first.sha256:
+                return _checked_manifest(data, first.offset)
+    raise BadSession("no manifest has the sha256 that the first page names")
+
+
+def _tensors_or_error(fd: int, blob: Blob, name: str) -> Tensors | BadSession:
+    try:
+        return blobs.read_blob(fd, blob, name)
+    except BadSession as error:
+        return error
+
+
 @contextlib.contextmanager
 def _opened(
     path: Path, *, is_use: bool = True, known: OpenedSession | None = None
 ) -> Iterator[tuple[int, Frame, Manifest]]:
     """An open session; errors name it."""
+    with _naming(path) as fd:
+        if not is_use:
+            stored.keep_atime(fd)
+        yield fd, *_parsed(fd, known)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[int]:
+    """An open file; errors name it."""
     try:
         fd = regular.open_fd(path)
     except OSError as error:
         why = reason(error)
         raise BadSession(f"{path}: cannot be read: {why}; give a session file") from error
     try:
-        if not is_use:
-            stored.keep_atime(fd)
-        yield fd, *_parsed(fd, known)
+        yield fd
     except BadSession as error:
         raise BadSession(f"{path}: {error}") from error
     except OSError as error:
@@ -169,17 +208,21 @@ def _manifest(fd: int, first: Frame) -> Manifest:
     """The manifest that a frame names, checked."""
     if first.n_bytes > manifests.MAX_BYTES:
         raise BadSession(
-            f"the manifest has {first.n_bytes} bytes, the limit is {manifests.MAX_BYTES}; "
-            "the file is damaged"
+            f"the manifest has {first.n_bytes} bytes, the limit is {manifests.MAX_BYTES}; {DAMAGED}"
         )
     data = atomic.read_at(fd, first.n_bytes, first.offset)
     if hashlib.sha256(data).digest() != first.sha256:
         raise BadSession(
             f"the manifest, bytes {first.offset} to {first.end}, has another sha256 than it was "
-            "written with; the file is damaged, save the session again"
+            f"written with; {DAMAGED}"
         )
+    return _checked_manifest(data, first.end)
+
+
+def _checked_manifest(data: bytes, end: int) -> Manifest:
+    """A manifest that contradicts neither itself nor the size of its file."""
     found = manifests.from_json(data)
-    blobs.check_places(found.blobs, PAGE, first.end)
+    blobs.check_places(found.blobs, PAGE, end)
     expected.check_manifest(found)
     return found
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvrt.errors import BadSession, reason
+from kvrt.errors import DAMAGED, BadSession, reason
 from kvrt.session.expected import ArraySpec
 
 # Arrays of real models are pressed by a tenth; what takes far less room on the disk than in memory
@@ -75,7 +75,7 @@ def read_checkpoint(path: Path, wanted: Sequence[Region]) -> list[np.ndarray]:
     if n_bytes > max(_SMALL_BYTES, _MOST_TIMES * n_files):
         raise BadSession(
             f"arrays of {n_bytes:,} bytes are wanted from {n_files:,} bytes of files, "
-            f"{_MOST_TIMES} times as many at most; the session is damaged"
+            f"{_MOST_TIMES} times as many at most; {DAMAGED}"
         )
     arrays = [x.said() for x in wanted]
     request = json.dumps({"path": str(path.absolute()), "arrays": arrays})
@@ -145,12 +145,10 @@ def _file_bytes(path: Path) -> int:
                     elif entry.is_file(follow_symlinks=False):
                         total += entry.stat(follow_symlinks=False).st_size
                     else:
-                        raise BadSession(f"{entry.name} is no plain file; the session is damaged")
+                        raise BadSession(f"{entry.name} is no plain file; {DAMAGED}")
     except OSError as error:
         why = reason(error)
-        raise BadSession(
-            f"keys and values cannot be read: {why}; the session is damaged"
-        ) from error
+        raise BadSession(f"keys and values cannot be read: {why}; {DAMAGED}") from error
     return total
 
 
@@ -164,4 +162,4 @@ def _refused(code: int, said: bytes) -> BadSession:
 
 
 def _unreadable(why: str) -> BadSession:
-    return BadSession(f"keys and values cannot be read: {why}; the session is damaged")
+    return BadSession(f"keys and values cannot be read: {why}; {DAMAGED}")

@@ -118,7 +118,7 @@ def read_folder(
     known = ids | {text: i for i, text, _ in backend.added}
     bos_id = _special(known, settings, config, "bos")
     eos_id = _special(known, settings, config, "eos")
-    ends = {*end_ids(texts), *_ids(generation, "eos"), *_ids(config, "eos")}
+    ends = {*end_ids(texts, kinds), *_ids(generation, "eos"), *_ids(config, "eos")}
     ends |= set() if eos_id is None else {eos_id}
     templates, around = _templates(path, settings), _around(backend, file)
     _check_inside((bos_id, *ends, *around), len(texts), path)
