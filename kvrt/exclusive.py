@@ -8,11 +8,12 @@ own or a queue does.
 
 import functools
 import threading
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from types import FunctionType
 from typing import Any, TypeVar
 
-from kvrt.errors import Busy
+from kvrt.errors import Busy, UsageError
+from kvrt.whole_numbers import plain
 
 T = TypeVar("T")
 # The attribute of a guarded object that holds its guard.
@@ -20,7 +21,11 @@ _NAME = "_exclusive"
 
 
 class Exclusive:
-    """The guard of one object; taking it costs a lock that never waits."""
+    """The guard of one object; taking it costs a lock that never waits.
+
+    Attributes:
+      is_closed: calls are refused, for what they need was freed.
+    """
 
     def __init__(self, what: str):
         """Nobody calls.
@@ -30,6 +35,7 @@ class Exclusive:
         """
         self._what, self._lock = what, threading.Lock()
         self._call, self._thread, self._in_callback = "", 0, False
+        self.is_closed = False
 
     def enter(self, call: str, *, reads: bool = False) -> bool:
         """Begins a call; whether `leave` has to end it.
@@ -41,7 +47,10 @@ class Exclusive:
 
         Raises:
           Busy: another call has not returned.
+          UsageError: the object was closed.
         """
+        if self.is_closed:
+            raise UsageError(f"{self._what}.{call}: the {self._what} is closed; make another")
         if self._lock.acquire(blocking=False):
             self._call, self._thread = call, threading.get_ident()
             return True
@@ -148,9 +157,16 @@ def _guarded(method: Callable[..., Any], name: str, reads: bool) -> Callable[...
         guard: Exclusive = getattr(self, _NAME)
         entered = guard.enter(name, reads=reads)
         try:
-            return method(self, *args, **kwargs)
+            return method(self, *map(_plain, args), **{k: _plain(x) for k, x in kwargs.items()})
         finally:
             if entered:
                 guard.leave()
 
     return call
+
+
+def _plain(x: Any) -> Any:
+    """NumPy's integers as Python's, which go into JSON and wrap at no size."""
+    if isinstance(x, Mapping):
+        return {plain(k): plain(v) for k, v in x.items()}
+    return plain(x)

@@ -15,6 +15,7 @@ from kvrt.arrays import Array, Bool, Float, Int32, state
 from kvrt.attention.scored.head_slots import QuerySums
 from kvrt.config import GroupSpec
 from kvrt.errors import BadConfig
+from kvrt.whole_numbers import take_whole_numbers
 
 # Some kv heads, ascending, and the tokens that each of them keeps.
 HeadPart = tuple[tuple[int, ...], int]
@@ -59,6 +60,7 @@ class Reads:
 
     def __post_init__(self) -> None:
         """Refuses numbers with which tokens would be forgotten for a while."""
+        take_whole_numbers(self)
         _check(self.every >= 1, f"refresh_every is {self.every}; it must be at least 1")
         _check(
             self.every <= self.n_recent < self.n_read,
@@ -162,6 +164,7 @@ class ScoredPolicy(abc.ABC):
 
     def __post_init__(self) -> None:
         """Refuses budgets without a token to choose, and numbers below their least."""
+        take_whole_numbers(self)
         _check(self.n_sink >= 0, f"n_sink is {self.n_sink}; it must not be negative")
         _check(self.interval >= 1, f"interval is {self.interval}; it must be at least 1")
         _check(1 <= self.pyramid < 2, f"pyramid is {self.pyramid}; from 1 to below 2")

@@ -20,6 +20,7 @@ import xxhash
 
 from kvrt.errors import SaveError, UsageError, reason
 from kvrt.files import atomic
+from kvrt.files.cache_folder import private_folder
 from kvrt_models import hub
 from kvrt_models.layers.int8 import Int8Matrix
 from kvrt_models.layers.linear import Matrix
@@ -72,7 +73,7 @@ def open_or_make(source: WeightSource, name: str, watch: Watch) -> Made:
     """
     maker = _Maker(source, watch)
     try:
-        path = hub.private_folder(FOLDER) / f"{_plain(name)}-{maker.of['source'][:16]}.safetensors"
+        path = private_folder(FOLDER) / f"{_plain(name)}-{maker.of['source'][:16]}.safetensors"
         file = maker.opened(path) or maker.made(path)
     except (OSError, UsageError, SaveError) as error:
         why = reason(error) if isinstance(error, OSError) else str(error)
