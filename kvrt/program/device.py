@@ -89,9 +89,9 @@ class Device:
         return config if config.attention == name else dataclasses.replace(config, attention=name)
 
     def free(self) -> None:
-        """Lets go of the arrays; `n_bytes` stays what it was."""
+        """Releases the arrays; `n_bytes` stays as it was."""
         _ = self.n_bytes
-        del self.cache
+        del self._cache
 
     @functools.cached_property
     def n_bytes(self) -> int:
