@@ -35,7 +35,7 @@ _N_TIMED = 4
 # Bytes of a block's name on a disk beside its tokens: digests, and a salt that is not too long.
 _NAME_REST = 256
 # Of an identity, what blocks of before lacked and that follows from the files of the weights.
-_OF_MODEL_FILES = {"arch", "tokenizer", "decoder", "weight_type"}
+_OF_MODEL_FILES = {"name", "arch", "tokenizer", "decoder", "weight_type"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

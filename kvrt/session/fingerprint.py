@@ -25,9 +25,9 @@ from kvrt.session.older_fingerprint import SCHEMA
 if TYPE_CHECKING:
     from kvrt.attention.scored.layers import ScoredGroup
 
-# The type of the weights, for people and for whoever loads them. Their digest decides:
-# a file of an older version, without the name, stays what it is.
-WEIGHT_TYPE = "weight_type"
+# The model's name and the type of its weights, for people and for loading it again. The digest of
+# the weights decides: a file of an older version, without them, stays valid.
+NAME, WEIGHT_TYPE = "name", "weight_type"
 # Differences that a restore may bridge by converting the cached keys and values.
 _TYPES = ("type_k", "type_v", "hadamard")
 
@@ -53,8 +53,8 @@ def describe(
       config: of the cache.
       n_vocab: width of the logits.
       weights: digest of the parameters.
-      identity: what else tells a model from others: its architecture, its tokenizer's digest, the
-        `WEIGHT_TYPE` of its weights.
+      identity: what else tells a model from others: its architecture, its tokenizer's digest; and
+        its `NAME` and the `WEIGHT_TYPE` of its weights, which decide nothing.
     """
     return {
         "schema": SCHEMA,
@@ -116,7 +116,7 @@ def digest(fingerprint: Fingerprint) -> str:
     """sha256 of the fingerprint, hexadecimal: one name for all that it says and that decides."""
     model = fingerprint.get("model")
     if isinstance(model, Mapping):
-        decides = {k: v for k, v in model.items() if k != WEIGHT_TYPE}
+        decides = {k: v for k, v in model.items() if k not in (NAME, WEIGHT_TYPE)}
         fingerprint = {**fingerprint, "model": decides}
     return hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()
 
@@ -126,6 +126,7 @@ def differences(found: Fingerprint, wanted: Fingerprint) -> dict[str, tuple[Any,
     a, b = dict(_flat("", found)), dict(_flat("", wanted))
     names = [*a, *(name for name in b if name not in a)]
     out = {n: (a.get(n), b.get(n)) for n in names if a.get(n) != b.get(n)}
+    out.pop(f"model.{NAME}", None)
     named = f"model.{WEIGHT_TYPE}"
     if None in out.get(named, ()):
         del out[named]
@@ -161,11 +162,22 @@ def check_match(found: Fingerprint, wanted: Fingerprint, *, convert: bool) -> No
             "use the model that it was made with; an older session does not name the dtype of its "
             "weights, which may have been bf16 or f16"
         )
+    elif (there := model_name(found)) and there != (here := model_name(wanted)):
+        raise SessionMismatch(
+            f"the session was made with the model {there}, this is {here or 'one without a name'} "
+            f"({name} differs{more}); use that model (-m)"
+        )
     else:
-        remedy = "use the model and the settings that it was made with"
+        remedy = "use the model (-m) and the settings that it was made with"
     raise SessionMismatch(
         f"{name} is {_short(a)} in the session and {_short(b)} here{more}; {remedy}"
     )
+
+
+def model_name(fingerprint: Fingerprint) -> str:
+    """The name of the model that a session was made with; "" in older ones."""
+    model = fingerprint.get("model")
+    return str(model.get(NAME, "")) if isinstance(model, Mapping) else ""
 
 
 def _said(spec: Any, later: Sequence[str]) -> dict[str, Any]:

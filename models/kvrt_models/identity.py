@@ -27,15 +27,19 @@ _LATER_OF_EXPERTS = {
 }
 
 
-def identity(spec: DecoderSpec, tokenizer: str, weights: WeightType) -> dict[str, str]:
-    """Architecture, tokenizer, decoder and type of the weights; the two in the middle as digests.
+def identity(
+    spec: DecoderSpec, tokenizer: str, weights: WeightType, name: str = ""
+) -> dict[str, str]:
+    """Name, architecture, digests of tokenizer and decoder, and type of the weights.
 
     Args:
       spec: of the decoder.
       tokenizer: digest of the tokenizer.
       weights: type of the matrices.
+      name: for people.
     """
     return {
+        "name": name,
         "arch": spec.arch,
         "tokenizer": tokenizer,
         "decoder": _decoder_digest(spec),

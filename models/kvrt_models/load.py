@@ -73,7 +73,7 @@ class Model:
     @property
     def identity(self) -> dict[str, str]:
         """What identifies it beside its weights and sizes, for `kvrt.Runtime`."""
-        return identity(self.spec, self.tokenizer.digest, self.dtype)
+        return identity(self.spec, self.tokenizer.digest, self.dtype, self.name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ class Opened:
     @property
     def identity(self) -> dict[str, str]:
         """What identifies it beside its weights and sizes, for `kvrt.Runtime`."""
-        return identity(self.spec, self.tokenizer.digest, self.dtype)
+        return identity(self.spec, self.tokenizer.digest, self.dtype, self.name)
 
     def wait(self, progress: Callable[[int, int], None] | None = None) -> Model:
         """The model, once its weights are there.

@@ -121,7 +121,13 @@ def refused(done, path, code, *parts):
 @pytest.mark.slow
 def test_what_does_not_fit_is_refused_and_stays(go, prefilled, other):
     kept = prefilled.read_bytes(), prefilled
-    refused(go("--session", prefilled, "-m", other), kept, 2, "model.weights is ", " here")
+    refused(
+        go("--session", prefilled, "-m", other),
+        kept,
+        2,
+        "made with the model tiny, this is ",
+        "(model.weights differs); use that model (-m)",
+    )
     refused(
         go("--session", prefilled, "--cache_type_k", "f32"), kept, 2, "type_k is f16", "f32 here"
     )
