@@ -20,7 +20,6 @@ from kvrt.kv_types import (
     KeyDtypes,
     KVDtype,
     KVDtypes,
-    any_quantized,
     by_group,
 )
 from kvrt.select_spec import Indexed, Select, check_config
@@ -351,8 +350,8 @@ class CacheConfig:
 
     @property
     def requantizes(self) -> bool:
-        """Whether a K-shift quantizes the keys that it moves again."""
-        return self.rope == "write" and any_quantized(self.type_k)
+        """Whether a K-shift rounds the keys that it moves to their KV dtype again."""
+        return self.rope == "write" and set(by_group(self.type_k)) != {"f32"}
 
     def __post_init__(self) -> None:
         """Refuses sizes below one and unknown names."""

@@ -159,8 +159,7 @@ class Runtime(SequenceEdits):
 
     def stats(self) -> Stats:
         """Counters so far."""
-        kept = self._cache.host.checkpoints
-        return self._cache.counts.snapshot(self.cells, self._cache.device, kept)
+        return self._cache.counts.snapshot(self._cache.host, self._cache.device)
 
     # --- tokens in, logits out -----------------------------------------------------------------
 

@@ -78,13 +78,23 @@ def resolve(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> P
       FetchError: a known name that could not be fetched or does not match its digest.
     """
     name = os.fspath(name_or_path)
-    path = os.path.expanduser(name)
-    if os.path.exists(path):
-        return _plain(Path(path))
-    source = KNOWN_MODELS.get(name)
+    source = named(name)
     if source is None:
-        raise _unknown(name)
+        return _plain(Path(os.path.expanduser(name)))
     return fetch(name, source, progress=progress)
+
+
+def named(name: str) -> KnownModel | None:
+    """The known model of that name, None for the path of a file or folder.
+
+    Raises:
+      UsageError: neither a path that exists nor a known name.
+    """
+    if os.path.exists(os.path.expanduser(name)):
+        return None
+    if name not in KNOWN_MODELS:
+        raise _unknown(name)
+    return KNOWN_MODELS[name]
 
 
 def _unknown(name: str) -> UsageError:
@@ -257,8 +267,8 @@ def _member(archive: Path, member: str, most: int) -> Iterator[bytes]:
 def _check_kept(target: Path, source: KnownModel, progress: bool) -> None:
     """Trusts a kept file while its stamp fits; digests it again when it does not.
 
-    A stamp names size and time of change of the file that was last found right, which is no proof
-    where others may write: there the file is digested at each start, 100 MB in 0.3 s.
+    A stamp names inode, size and times of change of the file that was last found right, which is
+    no proof where others may write: there the file is digested at each start, 100 MB in 0.3 s.
     """
     shared = _shared_with(target)
     stamped = _stamp(target).is_file() and _stamp(target).read_text() == _stamp_text(target, source)
@@ -313,8 +323,7 @@ def _stamp(target: Path) -> Path:
 
 
 def _stamp_text(target: Path, source: KnownModel) -> str:
-    status = target.stat()
-    return f"{source.sha256} {status.st_size} {status.st_mtime_ns}\n"
+    return " ".join(map(str, (source.sha256, *regular.file_version(target.stat())))) + "\n"
 
 
 def _write_stamp(target: Path, source: KnownModel) -> None:
