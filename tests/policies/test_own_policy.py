@@ -8,7 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvrt import CacheConfig, Engine, EngineConfig, GroupSpec, Request, RopeSpec, Runtime, session
+from kvrt import (
+    CacheConfig,
+    Engine,
+    EngineConfig,
+    GroupSpec,
+    Request,
+    RopeSpec,
+    Runtime,
+    Speculation,
+    session,
+)
 from kvrt.attention.scored.evict import evict
 from kvrt.attention.scored.head_slots import HeadSlots
 from kvrt.attention.scored.layers import ScoredGroup, by_kind
@@ -171,6 +181,26 @@ def n_nan(n_tokens):
             rest = sorted(held[N_SINK:-N_RECENT], key=lambda p: (p % 3 == 0, p))
             held = first + sorted(rest[: SIZES["budget"] - N_SINK - N_RECENT]) + newest
     return n
+
+
+class Zeros:
+    """Drafts that are refused, but by chance."""
+
+    def check(self, n_vocab):
+        pass
+
+    def draft(self, context, n):
+        return [0] * n
+
+
+@pytest.mark.slow
+def test_evictions_behind_refused_drafts_are_not_counted():
+    runtime = Runtime(ToyLm(n_layers=1), CONFIG, policy=EveryThird(**SIZES))
+    runtime.append([(7 * i) % 32 for i in range(42)])
+    list(runtime.generate(20, speculation=Speculation(drafter=Zeros(), n_draft=3)))
+    stats = runtime.stats()
+    assert stats.n_drafted > stats.n_accepted
+    assert stats.n_nan_scores == N_KV * n_nan(runtime.seq_pos_max() + 1)
 
 
 @pytest.mark.slow
