@@ -236,6 +236,8 @@ def test_chunks_are_taken_over_when_asked(go, tmp_path):
     on = go("--tokens", two, *words, "--reuse_chunks", prompt=False)
     assert told(off)["n_recomputed"] == 90 and "(see --reuse_chunks)" in off.err
     assert told(on)["n_recomputed"] == 3 and "approximate from token 12 on" in on.err
+    assert told(on)["approximations"] == [{"by": "reuse_chunks", "from_token": 12}]
+    assert told(off)["approximations"] == []
     for n in (88, 1):
         # The exact rows take the place of the others.
         assert told(go("--tokens", two, *words, prompt=False))["n_recomputed"] == n

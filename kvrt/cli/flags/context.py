@@ -63,8 +63,8 @@ class KeepFlags(Options):
     )
     n_drop: int = _policy(
         1,
-        "tokens that attention_sinks drops at once, at least; with --rope write and a cache other "
-        "than f32 a quarter of the window, so that keys are not rounded again at each token",
+        "tokens that attention_sinks drops at once, at least; a quarter of the window, unless keys "
+        "are f32 or stored unrotated: each drop rounds the others again",
         "N",
         low=1,
     )
