@@ -66,12 +66,12 @@ def remove(path: Path, is_unchanged: Callable[[], bool]) -> bool:
             return False
         if path.is_dir():
             sweep(path)
-            new = temporary(path)
-            path.rename(new)
-            shutil.rmtree(new)
+            hidden = temporary(path)
+            path.rename(hidden)
+            shutil.rmtree(hidden)
         else:
             path.unlink()
-        # One who waits for it looks again. Windows removes no file that is open.
+        # A process that waits for it opens it anew. Windows removes no file that is open.
         with contextlib.suppress(OSError):
             Path(lock.lock_file).unlink()
     finally:

@@ -1,6 +1,7 @@
 """The index of a folder of sessions: what it finds, and what it does not believe."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import sqlite3
@@ -20,6 +21,8 @@ from kvrt.cli.main import main
 from kvrt.errors import BadSession, KvrtError, UsageError
 from kvrt.files import atomic
 from kvrt.reuse.diff import common_prefix
+from kvrt.runtime.chunks.chunk import CachedChunk
+from kvrt.runtime.chunks.store import ChunkStore
 from kvrt.session.library import index, stored
 from kvrt.session.library.library import BLOCK, Content, Library, Synced
 
@@ -206,6 +209,22 @@ def test_ls_and_prune_count_folder_sessions(library, plain, capfd):
     assert [e["why"] for e in told["kept"]] == ["saved by another process meanwhile"]
     assert main(["prune", str(library.folder), "--budget", "0", "--quiet"]) == 0
     assert os.listdir(library.folder) == [index.NAME]
+
+
+def test_a_chunk_is_found_whatever_the_index_says(library, monkeypatch):
+    store = ChunkStore(library.folder)
+    taken = dataclasses.replace(snapshot(), draws={}, logits={}, ga_i={})
+    ids = taken.history.pieces[0][0][1].tolist()
+    path = store.add(taken.fingerprint, CachedChunk(snapshot=taken))
+    change(library, "DELETE FROM sessions")  # `kvrt ls` of a folder that was restored, say
+    assert store.find_stored(taken.fingerprint, ids) is not None
+    assert names(library.entries()) == [path.name]
+
+    def busy(*_, **__):
+        raise KvrtError("the index was in use by others")
+
+    monkeypatch.setattr(index, "writing", busy)
+    assert store.find_stored(taken.fingerprint, ids) is not None
 
 
 def test_a_rebuild_reads_again_what_was_saved_while_it_read(library, monkeypatch):

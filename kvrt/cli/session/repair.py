@@ -26,11 +26,11 @@ def execute(options: RepairOptions) -> int:
     """
     assert options.session is not None
     path = real_path(existing(Path(options.session)))
-    new = path if options.output is None else Path(options.output)
+    target = path if options.output is None else Path(options.output)
     status = stored.status(path)
 
     def before(at: Path) -> None:
-        if new != path:
+        if target != path:
             replace.refuse_existing(at)
             return
         now = stored.status(path)
@@ -39,39 +39,39 @@ def execute(options: RepairOptions) -> int:
         kept.append(replace.keep_damaged(path))
 
     kept: list[Path] = []
-    found = repaired(path)
-    if not found.damage:
+    result = repaired(path)
+    if not result.damage:
         if not options.quiet:
             output.note(f"{path}: sound, there is nothing to repair")
         return 0
-    if not found.snapshot.seq_ids:
+    if not result.snapshot.seq_ids:
         raise BadSession(
-            f"{path}: {_listed(found.damage)}: no token is left before that; kvrt run --overwrite "
+            f"{path}: {_listed(result.damage)}: no token is left before that; kvrt run --overwrite "
             f"replaces it, and keeps it as {path.name}~"
         )
-    if container_at(new) == "folder":
-        session.save(new, found.snapshot, before=before)
+    if container_at(target) == "folder":
+        session.save(target, result.snapshot, before=before)
     else:
-        kv_file.save(new, found.snapshot, anew=True, before=before)
+        kv_file.save(target, result.snapshot, anew=True, before=before)
     if not options.quiet:
-        _report(new, found)
+        _report(target, result)
         for at in kept:
-            output.note(f"{new}: the damaged session is kept as {at}")
+            output.note(f"{target}: the damaged session is kept as {at}")
     return 0
 
 
-def _report(new: Path, found: Repaired) -> None:
+def _report(target: Path, result: Repaired) -> None:
     """What was damaged, and what each sequence has lost."""
-    n, n_kept = sum(found.n_tokens.values()), sum(found.n_kept.values())
-    output.note(f"{new}: {n_kept:,} of {n:,} {token_noun(n)} kept; {_listed(found.damage)}")
-    if len(found.n_tokens) == 1:
+    n, n_kept = sum(result.n_tokens.values()), sum(result.n_kept.values())
+    output.note(f"{target}: {n_kept:,} of {n:,} {token_noun(n)} kept; {_listed(result.damage)}")
+    if len(result.n_tokens) == 1:
         return
-    lost = {s: n - found.n_kept[s] for s, n in found.n_tokens.items()}
+    lost = {s: n - result.n_kept[s] for s, n in result.n_tokens.items()}
     whole = [s for s, n in lost.items() if not n]
-    output.note(f"{new}: {len(whole):,} of {len(lost):,} sequences are whole")
+    output.note(f"{target}: {len(whole):,} of {len(lost):,} sequences are whole")
     for s in [s for s, n in lost.items() if n][:_SHOWN]:
-        n, n_kept = found.n_tokens[s], found.n_kept[s]
-        output.note(f"{new}: sequence {s} has its first {n_kept:,} of {n:,} {token_noun(n)}")
+        n, n_kept = result.n_tokens[s], result.n_kept[s]
+        output.note(f"{target}: sequence {s} has its first {n_kept:,} of {n:,} {token_noun(n)}")
 
 
 def _listed(damage: tuple[str, ...]) -> str:

@@ -61,30 +61,30 @@ def repaired(path: str | Path) -> Repaired:
     except BadSession as error:
         first = _reason(error, path)
     try:
-        found, parts = io.read_parts(path)
+        manifest, parts = io.read_parts(path)
         if isinstance(parts[-1], BadSession):
             raise parts[-1]
-        groups, history = codec.cells(found, parts[-1])
+        groups, history = codec.cells(manifest, parts[-1])
     except BadSession as error:
         raise BadSession(
             f"{path}: {_reason(error, path)}; without it nothing of the session is proven: kvrt "
             f"run --overwrite replaces it, and keeps it as {path.name}~"
         ) from error
-    names = codec.blob_names(found)
+    names = codec.blob_names(manifest)
     damage = [n for n, x in zip(names, parts, strict=True) if isinstance(x, BadSession)]
-    n_rows = sum(len(g.blocks) for g in found.groups)
-    ends = _ends(found, groups, [isinstance(x, BadSession) for x in parts[:n_rows]])
-    has_states = found.states is None or not isinstance(parts[n_rows], BadSession)
-    found, tensors = _filled(found, parts)
-    old = new = codec.from_tensors(found, tensors, (groups, history))
-    for s in old.seq_ids:
+    n_rows = sum(len(g.blocks) for g in manifest.groups)
+    ends = _ends(manifest, groups, [isinstance(x, BadSession) for x in parts[:n_rows]])
+    has_states = manifest.states is None or not isinstance(parts[n_rows], BadSession)
+    manifest, tensors = _filled(manifest, parts)
+    whole = sound = codec.from_tensors(manifest, tensors, (groups, history))
+    for s in whole.seq_ids:
         if not has_states or any(s in x for x in ends):
-            new = _ended(old, new, s, ends, has_states=has_states)
+            sound = _ended(whole, sound, s, ends, has_states=has_states)
     return Repaired(
-        snapshot=new,
+        snapshot=sound,
         damage=tuple(damage) or (first,),
-        n_tokens={s: _n_tokens(old, s) for s in old.seq_ids},
-        n_kept={s: _n_tokens(new, s) for s in old.seq_ids},
+        n_tokens={s: _n_tokens(whole, s) for s in whole.seq_ids},
+        n_kept={s: _n_tokens(sound, s) for s in whole.seq_ids},
     )
 
 
@@ -103,18 +103,18 @@ def _n_tokens(snapshot: Snapshot, seq_id: int) -> int:
 
 
 def _ends(
-    found: Manifest, groups: Sequence[SavedCells], is_damaged: Sequence[bool]
+    manifest: Manifest, groups: Sequence[SavedCells], is_damaged: Sequence[bool]
 ) -> list[dict[int, int]]:
     """By group and sequence the least position of a cell whose keys or values are damaged."""
-    out, left = [], iter(is_damaged)
-    for entry, cells in zip(found.groups, groups, strict=True):
+    out, flags = [], iter(is_damaged)
+    for entry, cells in zip(manifest.groups, groups, strict=True):
         ends: dict[int, int] = {}
         for piece in pieces(entry.parts):
-            if not next(left):
+            if not next(flags):
                 continue
             here = slice(piece.start, piece.start + piece.n)
             pos, words = cells.pos[here], cells.seqs[here]
-            for s in found.n_tokens:
+            for s in manifest.n_tokens:
                 mine = pos[_is_owned(words, s)]
                 if len(mine):
                     ends[s] = min(ends.get(s, int(mine.min())), int(mine.min()))
@@ -123,38 +123,38 @@ def _ends(
 
 
 def _filled(
-    found: Manifest, parts: Sequence[Tensors | BadSession]
+    manifest: Manifest, parts: Sequence[Tensors | BadSession]
 ) -> tuple[Manifest, list[Tensors]]:
     """The manifest without damaged checkpoints, and its tensors, zeros for what is damaged."""
     *rest, meta = parts
-    n_kept = len(found.checkpoints)
+    n_kept = len(manifest.checkpoints)
     rows, checkpoints = rest[: len(rest) - n_kept], rest[len(rest) - n_kept :]
-    wanted = [
-        expected.row_block(found, g, i)
-        for g, entry in enumerate(found.groups)
+    specs = [
+        expected.row_block(manifest, g, i)
+        for g, entry in enumerate(manifest.groups)
         for i in range(len(entry.blocks))
     ]
-    if found.states is not None:
-        wanted.append(expected.state_tables(found))
+    if manifest.states is not None:
+        specs.append(expected.state_tables(manifest))
     tensors: list[Tensors] = [
         {name: np.zeros(x.shape, x.dtype) for name, x in arrays.items()}
         if isinstance(part, BadSession)
         else part
-        for part, arrays in zip(rows, wanted, strict=True)
+        for part, arrays in zip(rows, specs, strict=True)
     ]
     sound = [
         (c, x)
-        for c, x in zip(found.checkpoints, checkpoints, strict=True)
+        for c, x in zip(manifest.checkpoints, checkpoints, strict=True)
         if not isinstance(x, BadSession)
     ]
-    found = dataclasses.replace(found, checkpoints=tuple(c for c, _ in sound))
+    manifest = dataclasses.replace(manifest, checkpoints=tuple(c for c, _ in sound))
     assert not isinstance(meta, BadSession), "checked"
-    return found, [*tensors, *(x for _, x in sound), meta]
+    return manifest, [*tensors, *(x for _, x in sound), meta]
 
 
 def _ended(
-    old: Snapshot,
-    new: Snapshot,
+    whole: Snapshot,
+    sound: Snapshot,
     seq_id: int,
     ends: Sequence[Mapping[int, int]],
     *,
@@ -163,12 +163,12 @@ def _ended(
     """A snapshot whose sequence ends before the damage, at a checkpoint, or is gone."""
     if has_states:
         with contextlib.suppress(CannotRewind):
-            return edit.cut(new, seq_id, min(x[seq_id] for x in ends if seq_id in x))
-    new = edit.cut(new, seq_id, 0)
+            return edit.cut(sound, seq_id, min(x[seq_id] for x in ends if seq_id in x))
+    sound = edit.cut(sound, seq_id, 0)
     # A checkpoint has windows of its own; other groups keep every position.
     kept = [
         x
-        for x in old.checkpoints
+        for x in whole.checkpoints
         if seq_id in x.seq_ids
         and all(
             tail is not None or x.pos <= of.get(seq_id, x.pos)
@@ -176,9 +176,9 @@ def _ended(
         )
     ]
     if not kept:
-        return new
-    alone = _at_checkpoint(old, seq_id, max(kept, key=lambda x: x.pos))
-    return join_sequences(new, alone) if new.seq_ids else alone
+        return sound
+    alone = _at_checkpoint(whole, seq_id, max(kept, key=lambda x: x.pos))
+    return join_sequences(sound, alone) if sound.seq_ids else alone
 
 
 def _at_checkpoint(snapshot: Snapshot, seq_id: int, checkpoint: CheckpointPart) -> Snapshot:
