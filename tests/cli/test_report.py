@@ -12,6 +12,7 @@ import pytest
 from kvrt import cells as meaning
 from kvrt.attention.choice import AttentionChoice
 from kvrt.cache.stats import DropEvent, LostCheckpoint, Stats
+from kvrt.cli.process import status
 from kvrt.cli.report import summary
 
 STATS = Stats(
@@ -221,3 +222,16 @@ def test_the_bar_of_a_prompt_has_a_rate_and_the_time_left(monkeypatch):
         show(1500)
     text = re.sub(r"\x1b\[[0-9;]*m", "", shown.getvalue())
     assert re.search(r"1500/4000 750 tokens/s \S*:\S* left", text), text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "wanted", "n"), [(0.0, True, 2), (60.0, True, 0), (0.0, False, 0)]
+)
+def test_a_prompt_tells_its_progress_without_a_terminal(capfd, monkeypatch, seconds, wanted, n):
+    monkeypatch.setattr(status, "LINE_S", seconds)
+    with summary.prefill_bar(54_365, wanted) as show:
+        show(1024)
+        show(2048)
+    lines = capfd.readouterr().err.splitlines()
+    begins = ("prompt     1,024 of 54,365 tokens, ", "prompt     2,048 of 54,365 tokens, ")
+    assert len(lines) == n and all(map(str.startswith, lines, begins))

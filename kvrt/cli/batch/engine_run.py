@@ -67,7 +67,7 @@ class BatchRun:
     ):
         """Everything that can be refused without the weights is refused here."""
         self._options, self._results = options, results
-        self._metrics_at, self._warned = time.monotonic(), False
+        self._metrics_clock, self._warned = status.Every(_METRICS_S), False
         # The scheduler weighs priorities of those it knows of; the first of all come first.
         self._todo = deque(sorted(todo, key=lambda e: e.priority))
         self._n_before, self._n_bad = len(results.done), len(requests.bad)
@@ -135,7 +135,7 @@ class BatchRun:
 
     def _refresh_metrics(self) -> None:
         """Writes --metrics anew every few seconds; a failure is a warning, once."""
-        if time.monotonic() - self._metrics_at < _METRICS_S:
+        if not self._metrics_clock.due():
             return
         try:
             self._write_metrics(self._engine.stats())
@@ -143,7 +143,6 @@ class BatchRun:
             if not self._warned:
                 output.warn(f"--metrics {error}; the requests go on")
             self._warned = True
-        self._metrics_at = time.monotonic()
 
     def _write_metrics(self, stats: EngineStats) -> None:
         if self._options.metrics is not None and together.is_first(self._options):

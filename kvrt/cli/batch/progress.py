@@ -3,16 +3,15 @@
 import contextlib
 import dataclasses
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from kvrt.cli.process import output
+from kvrt.cli.process import output, status
 from kvrt.cli.report.phrases import compiled, nan_scores, token_noun
 from kvrt.cli.report.size import show_size
 from kvrt.serving.metrics import EngineStats
 
-_BAR_S, _LINE_S = 0.1, 15.0  # between two updates of a bar, and two lines without a terminal
+_BAR_S = 0.1  # between two updates of a bar
 
 
 @dataclasses.dataclass
@@ -68,27 +67,16 @@ def progress_of(n_requests: int, *, to_stdout: bool) -> Iterator[Show]:
             yield lambda counts, stats: None
         else:
             with _bar(n_requests) as show:
-                yield _every(_BAR_S, show)
+                yield show
         return
+    clock = status.Every(status.LINE_S)
 
     def line(counts: BatchCounts, stats: Callable[[], EngineStats]) -> None:
-        done = f"{counts.n_done:,} of {n_requests:,} done, {counts.n_sampled:,} tokens"
-        output.note(f"requests   {done}, {_state(counts, stats())}")
+        if clock.due():
+            done = f"{counts.n_done:,} of {n_requests:,} done, {counts.n_sampled:,} tokens"
+            output.note(f"requests   {done}, {_state(counts, stats())}")
 
-    yield _every(_LINE_S, line)
-
-
-def _every(seconds: float, show: Show) -> Show:
-    """Calls `show` at most once in so many seconds, first after them."""
-    last = time.monotonic()
-
-    def due(counts: BatchCounts, stats: Callable[[], EngineStats]) -> None:
-        nonlocal last
-        if time.monotonic() - last >= seconds:
-            show(counts, stats)
-            last = time.monotonic()
-
-    return due
+    yield line
 
 
 def _state(counts: BatchCounts, stats: EngineStats) -> str:
@@ -115,9 +103,11 @@ def _bar(n_requests: int) -> Iterator[Show]:
     )
     with progress.Progress(*columns, console=output.console(), transient=True) as bars:
         task = bars.add_task("", total=n_requests, said="compiling the first step")
+        clock = status.Every(_BAR_S)
 
         def show(counts: BatchCounts, stats: Callable[[], EngineStats]) -> None:
-            bars.update(task, completed=counts.n_done, said=_state(counts, stats()))
+            if clock.due():
+                bars.update(task, completed=counts.n_done, said=_state(counts, stats()))
 
         yield show
 

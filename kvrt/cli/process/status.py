@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 from kvrt.cli.flags.declare import Options
@@ -9,6 +10,23 @@ from kvrt.cli.flags.evaluate import ModelFlags
 from kvrt.cli.process import output
 
 Say = Callable[[str], None]
+LINE_S = 15.0  # between two lines of progress where there is no terminal
+
+
+class Every:
+    """A clock that is due once in so many seconds."""
+
+    def __init__(self, seconds: float):
+        """Starts the clock."""
+        self._seconds, self._last = seconds, time.monotonic()
+
+    def due(self) -> bool:
+        """True if so many seconds have passed since it was made, or was due last."""
+        now = time.monotonic()
+        if now - self._last < self._seconds:
+            return False
+        self._last = now
+        return True
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvrt import Stats, kv_types
 from kvrt.cells import Cells
-from kvrt.cli.process import output
+from kvrt.cli.process import output, status
 from kvrt.cli.report import phrases
 from kvrt.cli.report.cell_map import MAP_WIDTH, OWNERS, signs
 from kvrt.cli.report.exactness import Approximation, exactness_fields, exactness_lines
@@ -102,9 +102,19 @@ class Outcome:
 
 @contextlib.contextmanager
 def prefill_bar(n_prompt: int, wanted: bool) -> Iterator[Callable[[int], None]]:
-    """A bar with rate and time left on a terminal; the function it gives takes the tokens done."""
+    """A bar with rate and time left on a terminal, else a line every 15 seconds.
+
+    The function that it gives takes the tokens done.
+    """
+    start, clock = time.perf_counter(), status.Every(status.LINE_S)
+
+    def line(done: int) -> None:
+        if wanted and clock.due():
+            rate = done / (time.perf_counter() - start)
+            output.note(f"prompt     {done:,} of {n_prompt:,} tokens, {rate:,.1f} tokens/s")
+
     if not (wanted and sys.stderr.isatty()):
-        yield lambda done: None
+        yield line
         return
     from rich import progress
 
@@ -117,7 +127,7 @@ def prefill_bar(n_prompt: int, wanted: bool) -> Iterator[Callable[[int], None]]:
         progress.TextColumn("left"),
     )
     with progress.Progress(*columns, console=output.console(), transient=True) as bars:
-        task, start = bars.add_task("prompt", total=n_prompt, rate=""), time.perf_counter()
+        task = bars.add_task("prompt", total=n_prompt, rate="")
 
         def show(done: int) -> None:
             rate = done / (time.perf_counter() - start)
