@@ -4,7 +4,6 @@ Names are imported on first use, so that `kvrt --help` does not wait for JAX.
 """
 
 import importlib
-import importlib.metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -313,6 +312,8 @@ __all__ = [
 
 def version() -> str:
     """The version that is installed."""
+    import importlib.metadata  # late: until it is imported a signal is a traceback
+
     try:
         return importlib.metadata.version("kvrt")
     except importlib.metadata.PackageNotFoundError:

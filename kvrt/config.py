@@ -20,7 +20,6 @@ from kvrt.kv_types import (
     KeyDtypes,
     KVDtype,
     KVDtypes,
-    any_quantized,
     by_group,
     default_kv_dtype,
 )
@@ -106,6 +105,11 @@ class RopeSpec:
             _check(self.n_ctx_orig > 0, f"rope scaling {self.scaling} needs n_ctx_orig above 0")
         if self.scaling == "longrope":
             _check(bool(self.short_factors and self.long_factors), "longrope needs both factors")
+
+    @property
+    def by_length(self) -> bool:
+        """Whether frequencies follow from the size of the context."""
+        return self.scaling in ("dynamic_ntk", "longrope")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -360,8 +364,8 @@ class CacheConfig:
 
     @property
     def requantizes(self) -> bool:
-        """Whether a K-shift quantizes the keys that it moves again."""
-        return self.rope == "write" and any_quantized(self.type_k)
+        """Whether a K-shift rounds the keys that it moves to their KV dtype again."""
+        return self.rope == "write" and set(by_group(self.type_k)) != {"f32"}
 
     def __post_init__(self) -> None:
         """Refuses sizes below one and unknown names."""

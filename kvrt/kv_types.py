@@ -107,11 +107,6 @@ def any_by_channel(dtypes: KeyDtypes) -> bool:
     return any(t in CHANNEL_CODECS for t in by_group(dtypes))
 
 
-def any_quantized(dtypes: KeyDtypes) -> bool:
-    """Whether keys of some layers are quantized."""
-    return any(t in CODECS or t in CHANNEL_CODECS for t in by_group(dtypes))
-
-
 def portable_dtype(kv_dtype: KeyDtype) -> KVDtype:
     """The KV dtype in which keys and values leave the store, for a session or another cell."""
     return "f16" if kv_dtype in ("kivi4", "kivi2") else kv_dtype

@@ -15,7 +15,7 @@ ORDER = """
     kv_types group_rules cache_rules select_spec state_arrays
     config
     sizes
-    files
+    files jax_settings
     exclusive
     cells store paged drafts
     attention

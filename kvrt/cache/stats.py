@@ -14,11 +14,12 @@ from kvrt.select_spec import Select
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DropEvent:
-    """Tokens that a context shift removed: how many, and how long the sequence was then."""
+    """Tokens that a policy removed: how many, how long the sequence was then, and its name."""
 
     seq_id: int
     n_past: int
     n_dropped: int
+    policy: str = "context_shift"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,7 @@ class Stats:
       n_dropped: tokens removed by context shifts.
       n_defrag: defragmentations that moved a cell.
       n_bad_logits: times that logits with NaN, +inf or no finite value ended a generation.
+      n_nan_scores: scores of a policy by score that were NaN; those tokens were evicted first.
       n_compiles: programs compiled, or taken from JAX's persistent compilation cache.
       n_from_disk: those of them that were taken from there.
       compile_s: time that took.
@@ -83,6 +85,7 @@ class Stats:
     n_dropped: int
     n_defrag: int
     n_bad_logits: int = 0
+    n_nan_scores: int = 0
     n_compiles: int
     n_from_disk: int
     compile_s: float
@@ -101,6 +104,12 @@ class Stats:
     n_accepted: int = 0
     scored: ScoredPolicy | None = None
     select: Select | None = None
+
+    def since(self, earlier: "Stats") -> "Stats":
+        """The same, with shifts, drops, rounds and defragmentations counted from an earlier one."""
+        names = ("n_shift", "n_kshift", "n_extend", "n_dropped", "n_defrag")
+        counts = {name: getattr(self, name) - getattr(earlier, name) for name in names}
+        return dataclasses.replace(self, drops=self.drops[len(earlier.drops) :], **counts)
 
 
 @dataclasses.dataclass
@@ -133,6 +142,7 @@ class Counts:
             n_dropped=sum(d.n_dropped for d in self.drops),
             n_defrag=self.n_defrag,
             n_bad_logits=self.n_bad_logits,
+            n_nan_scores=programs.nan_scores.n,
             n_compiles=programs.n_compiles,
             n_from_disk=programs.n_from_disk,
             compile_s=programs.compile_s,

@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import os
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -16,8 +17,11 @@ from kvrt.cli.flags.serving import AnyModelFlags
 from kvrt.cli.flags.session_files import NamedModel
 from kvrt.cli.flags.topics import TOPICS
 from kvrt.cli.process import accelerators, output, status
+from kvrt.cli.process.interrupt import Ended, Unwinding
 from kvrt.errors import KvrtError, UsageError
+from kvrt.files.named import check_named
 
+_SIGNALS = 128  # exit codes above it are those of signals
 _HELP = """\
 usage: kvrt COMMAND [flags]
 
@@ -39,10 +43,15 @@ Example
 
 
 def run() -> None:
-    """Entry of the console script; exits with 0, 1, 2 or 130."""
+    """Runs the command of this process; exits with 0, 1, 2, or 128 and a signal's number."""
     output.own_process()
     accelerators.leave_out_libtpu()
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    if code > _SIGNALS:
+        # What is to be kept is saved. Python would wait for programs that are being compiled, and
+        # native threads that JAX was just starting crash an interpreter that ends under them.
+        os._exit(code)
+    sys.exit(code)
 
 
 def main(args: Sequence[str]) -> int:
@@ -56,8 +65,9 @@ def main(args: Sequence[str]) -> int:
         # The reader has gone, which `kvrt run | head` means to happen: nothing to say.
         output.drop_pending()
         return 1
-    except KeyboardInterrupt:
-        return 130
+    except Ended as ended:
+        output.complain(str(ended))
+        return ended.exit_code
 
 
 def _dispatch(args: Sequence[str]) -> int:
@@ -80,6 +90,7 @@ def _dispatch(args: Sequence[str]) -> int:
         from kvrt_models import hub
 
         hub.named(options.model)
+    check_named(options.files())
     given = ()
     if isinstance(options, PromptFlags):
         from kvrt.cli.run import prompt
@@ -87,7 +98,8 @@ def _dispatch(args: Sequence[str]) -> int:
         given = (prompt.read_prompt(options),)
     with status.waiting("starting JAX", status.loads(options)):
         module = importlib.import_module(command.module)
-    return module.execute(options, *given)
+    with Unwinding():
+        return module.execute(options, *given)
 
 
 def _help() -> str:

@@ -59,6 +59,16 @@ def open_file(path: str | os.PathLike[str]) -> BinaryIO:
     return os.fdopen(open_fd(path), "rb")
 
 
+def file_version(status: os.stat_result) -> list[int]:
+    """Device, inode, size and both times of change in ns: another list is another content.
+
+    No program sets the second time, as `cp -p` and `rsync -t` do the first; on Windows it is that
+    of creation.
+    """
+    times = [status.st_mtime_ns, status.st_ctime_ns]
+    return [status.st_dev, status.st_ino, status.st_size, *times]
+
+
 def check_model(path: Path) -> Path:
     """A path that names a model: a file, or a folder of nothing but files and folders.
 

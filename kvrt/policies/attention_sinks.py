@@ -19,10 +19,10 @@ class AttentionSinks:
     Attributes:
       n_window: newest tokens.
       n_sink: first tokens; 0 is a plain window, which drops the tokens that most attention goes to.
-      n_drop: tokens dropped at once, at least; with rope="write" each drop costs a K-shift, which
-        rounds the keys that it moves to their KV dtype again. A runtime with quantized keys and
-        rope="write" drops at least a quarter of the window at once, so that between three quarters
-        of it and all of it stay.
+      n_drop: tokens dropped at once, at least. With rope="write" each drop costs a K-shift, which
+        rounds the keys that it moves to their KV dtype again: unless keys are f32, at least a
+        quarter of the window is dropped at once, so that between three quarters of it and all of
+        it stay. With rope="read" nothing is rounded again.
     """
 
     n_window: int

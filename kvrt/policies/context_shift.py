@@ -16,8 +16,8 @@ class ContextShift:
 
     Attributes:
       n_keep: positions never dropped (instructions, attention sinks).
-      n_discard: positions dropped at once; None is half of what is not kept. A runtime with
-        quantized keys and rope="write" drops at least a quarter of it, see `AttentionSinks`.
+      n_discard: positions dropped at once; None is half of what is not kept. With rope="write" and
+        keys other than f32 at least a quarter of it is dropped, see `AttentionSinks`.
     """
 
     n_keep: int = 0

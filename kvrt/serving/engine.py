@@ -1,7 +1,7 @@
 """Many requests on one cache: added at any time, computed together, reported step by step."""
 
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from jax.sharding import Mesh
 
@@ -159,14 +159,25 @@ class Engine:
         self._steps.metrics.forked(n > 0)
         return n
 
-    def cancel(self, request_id: str, sample: int | None = None) -> None:
+    def cancel(
+        self,
+        request_id: str,
+        sample: int | None = None,
+        *,
+        reason: Literal["cancelled", "stop"] = "cancelled",
+    ) -> None:
         """Ends a request at once, or one of its samples; the next step reports it.
+
+        Args:
+          request_id: of the request.
+          sample: which of its samples; None is all.
+          reason: counted and reported; "stop" where the caller has found a stop text.
 
         Raises:
           BadRequest: nothing of that is being served, or it is one beam of a search.
         """
         self._steps.beams.check_no_search(request_id, sample)
-        self._outputs.add(self._steps.report(self._scheduler.cancel(request_id, sample)))
+        self._outputs.add(self._steps.report(self._scheduler.cancel(request_id, sample, reason)))
 
     def step(self) -> list[Output]:
         """Computes the next tokens of as many requests as fit; what is new.

@@ -48,6 +48,31 @@ class Header:
             raise self._bad(key, value, f"a whole number from {least} to {most}")
         return value
 
+    def by_layer(
+        self, key: str, n_layers: int, default: Any = None, *, least: int = 1
+    ) -> tuple[int, ...]:
+        """A whole number for each layer, from a list of as many or one number for all.
+
+        Args:
+          key: of the header.
+          n_layers: layers of the model.
+          default: in place of a missing key, of either form.
+          least: smallest number that is allowed.
+
+        Raises:
+          BadModelFile: the key is missing without a default, or holds something else.
+        """
+        value = self._get(key, default)
+        if not isinstance(value, (list, tuple, np.ndarray)):
+            return (self.whole(key, default, least=least),) * n_layers
+        # Lists of booleans are numbers to llama.cpp as well.
+        numbers = [int(x) if isinstance(x, (np.bool_, np.integer)) else x for x in value]
+        whole = all(type(x) is int and least <= x <= MAX_SIZE for x in numbers)
+        if len(numbers) != n_layers or not whole:
+            wanted = f"{n_layers} whole numbers from {least} to {MAX_SIZE}"
+            raise self._bad(key, value, f"a list of {wanted}, or one for all layers,")
+        return tuple(numbers)
+
     def number(self, key: str, default: float | None = None, *, zero: bool = False) -> float:
         """A finite number above 0, or from 0 where `zero` says so.
 
@@ -116,6 +141,14 @@ class Header:
     def _bad(self, key: str, value: Any, wanted: str) -> BadModelFile:
         found = f"{self.prefix + key!r} is {brief(value)}"
         return BadModelFile(f"the model's header is damaged: {found}, {wanted} is wanted; {REMEDY}")
+
+
+def check_known(name: str, what: str, known: tuple[str, ...]) -> None:
+    """Refuses a name that is not known; `what` has a place for it."""
+    if name not in known:
+        raise UnsupportedModel(
+            f"{what.format(brief(name))} is not supported; one of {', '.join(known)}"
+        )
 
 
 def is_number(value: Any, *, zero: bool = False) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvrt_models.spec import DecoderSpec
-from kvrt_models.tokenizer.vocab import Vocab
+from kvrt_models.tokenizer.vocab import Vocab, ordinary_ends
 from kvrt_models.weights.types import WeightType
 
 # Of a description, what changes no key or value: the trained length, and the attention layers,
@@ -18,6 +18,7 @@ _LATER = {
     **{"attn_gate": False, "latent": None, "layer_inputs": None, "unit_v_norm": False},
     **{"v_of_k": (), "layer_scale": False, "n_ff_readers": 0, "producers": ()},
     **{"altup": None, "laurel_rank": 0, "ffn_cutoffs": ()},
+    **{"layer_heads": (), "layer_ff": ()},
 }
 _LATER_OF_LATENTS = {"indexer": None}
 _LATER_OF_EXPERTS = {
@@ -59,7 +60,8 @@ def tokenizer_digest(vocab: Vocab, rules: Iterable[bytes]) -> str:
 
 def _fields(vocab: Vocab) -> Iterable[bytes]:
     """A vocabulary in parts."""
-    ends = sorted(vocab.eos_ids)
+    # These texts were ends once whatever their kind; sessions of then keep their digest.
+    ends = sorted(vocab.eos_ids | ordinary_ends(vocab.texts))
     special = [vocab.bos_id, vocab.eos_id, ends, vocab.add_bos, vocab.add_eos, vocab.chat_template]
     yield json.dumps(special).encode()
     yield json.dumps([int(kind) for kind in vocab.kinds]).encode()

@@ -2,18 +2,21 @@
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
 
 from kvrt.errors import BadModelFile, UnsupportedModel
+from kvrt.exclusive import start_jax
 from kvrt_models import hub
 from kvrt_models.decoder import Decoder
 from kvrt_models.gguf import file as gguf
 from kvrt_models.gguf import spec as gguf_spec
+from kvrt_models.gguf.parts import model_name, open_gguf_model
 from kvrt_models.hf import safetensors
 from kvrt_models.hf import spec as hf_spec
 from kvrt_models.hf.json_file import read_json
@@ -22,7 +25,6 @@ from kvrt_models.layers.linear import Matrix
 from kvrt_models.layers.tensors import (
     gguf_name,
     hf_names,
-    hf_prefix,
     other_hf_names,
     tensor_names,
     tensor_shape,
@@ -36,6 +38,18 @@ from kvrt_models.weights.int8_weights import Watch
 from kvrt_models.weights.loading import Weights, read_weights
 from kvrt_models.weights.source import WeightSource, check_shape, folder_source, gguf_source
 from kvrt_models.weights.types import WeightChoice, WeightType, default_type
+
+# What stands before the names of a layer's tensors.
+_LAYERS = ("blk.", "layers.")
+# Beginnings of names in Hugging Face's folders and what stands there instead where a part of a
+# model was saved: the text part of one with pictures, as older and newer files call it, or all
+# but the head.
+_PARTS = (
+    ("", ""),
+    ("", "language_model."),
+    ("model.", "model.language_model."),
+    ("model.", ""),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,8 +185,8 @@ def open_model(
     cache folder; see `kvrt_models.weights`.
 
     Args:
-      name_or_path: a `.gguf` file, a folder with Hugging Face safetensors, or a known name, which
-        is fetched once.
+      name_or_path: a `.gguf` file or any part of one, a folder with Hugging Face safetensors, or a
+        known name, which is fetched once.
       dtype: of the matrices, "auto" for that of the platform; norms and biases stay float32.
       progress: shows a bar on a terminal while fetching.
       on_host: keeps the weights in NumPy, for a runtime that divides them over devices.
@@ -182,15 +196,15 @@ def open_model(
       BadModelFile: a file is damaged or incomplete.
       UnsupportedModel: an architecture, tensor type or tokenizer that kvrt does not know.
       FetchError: a known name could not be fetched.
+      UsageError: this process was forked from one where kvrt had started JAX.
     """
+    start_jax("load")
     path = hub.resolve(name_or_path, progress=progress)
     name, source, text = _folder(path) if path.is_dir() else _gguf(path)
-    if text.n_vocab > source.spec.n_vocab:
-        raise BadModelFile(
-            f"the tokenizer has {text.n_vocab} tokens, the embedding {source.spec.n_vocab} "
-            "rows; they belong to different models"
-        )
+    text = text.for_embedding(source.spec.n_vocab)
     watch = watch or Watch(tell=lambda line: warnings.warn(line, stacklevel=3))
+    for line in source.notes:
+        watch.tell(f"{name}: {line}")
     weights = read_weights(source, name, chosen_type(dtype), on_host=on_host, watch=watch)
     # Shapes stand for arrays while a program is compiled.
     decoder = Decoder(source.spec, weights.shapes)
@@ -207,7 +221,7 @@ def open_tokenizer(name_or_path: str | Path, *, progress: bool = True) -> tokeni
     path = hub.resolve(name_or_path, progress=progress)
     if path.is_dir():
         return tokenizer.tokenizer_from_folder(path)
-    return tokenizer.tokenizer_from_gguf(gguf.open_gguf(path).metadata)
+    return tokenizer.tokenizer_from_gguf(open_gguf_model(path).metadata)
 
 
 def describe_model(
@@ -233,7 +247,7 @@ def describe_model(
             described = hf_spec.spec_from_config(read_json(path))
         name = path.resolve().parent.name
     else:
-        name, described = path.stem, _gguf_spec(path)[1]
+        name, described = model_name(path), _gguf_spec(path)[1]
     kind = chosen_type(dtype)
     weights = shapes.weight_shapes(described, kind)
     return Described(name=name, spec=described, dtype=kind, weights=weights)
@@ -241,25 +255,46 @@ def describe_model(
 
 def _gguf_spec(path: Path) -> tuple[gguf.GGUFFile, DecoderSpec, dict[str, list[str]]]:
     """The header, the model it describes, and the file's name of each tensor."""
-    file = gguf.open_gguf(path)
+    file = open_gguf_model(path)
     with _naming(path):
         described = gguf_spec.spec_from_gguf(file.metadata, file.tensors)
         if "rope_freqs.weight" in file.tensors:
             factors = gguf.read_gguf_tensor(file, "rope_freqs.weight")
             described = gguf_spec.with_freq_factors(described, tuple(map(float, factors)))
         names = {name: [gguf_name(described, name)] for name in tensor_names(described)}
-        for name, (called,) in names.items():
-            if called in file.tensors:
-                check_shape(called, file.tensors[called].shape, tensor_shape(described, name))
-    _check_names(path.stem, described, _present(names, set(file.tensors)))
+        shapes = {called: tensor_shape(described, name) for name, (called,) in names.items()}
+        file = dataclasses.replace(file, tensors=_fitted(file.tensors, shapes))
+    _check_names(model_name(path), described, names, set(file.tensors))
     return file, described, names
+
+
+def _fitted(
+    tensors: Mapping[str, gguf.TensorInfo], wanted: Mapping[str, tuple[int, ...]]
+) -> dict[str, gguf.TensorInfo]:
+    """Tensors in the shapes that are wanted, from which theirs may differ by outer axes of 1.
+
+    Raises:
+      BadModelFile: one differs otherwise.
+    """
+    fitted = dict(tensors)
+    for name, shape in wanted.items():
+        if name in tensors:
+            if _bare(tensors[name].shape) != _bare(shape):
+                check_shape([name], tensors[name].shape, shape)
+            fitted[name] = dataclasses.replace(tensors[name], shape=shape)
+    return fitted
+
+
+def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without outer axes of 1."""
+    return tuple(itertools.dropwhile(lambda size: size == 1, shape))
 
 
 def _gguf(path: Path) -> tuple[str, WeightSource, tokenizer.Tokenizer]:
     """Name, weights and tokenizer of a GGUF file."""
     file, described, names = _gguf_spec(path)
     text = tokenizer.tokenizer_from_gguf(file.metadata)
-    return path.stem, gguf_source(file, described, names), text
+    return model_name(path), gguf_source(file, described, names), text
 
 
 def _folder_spec(path: Path) -> tuple[safetensors.Folder, DecoderSpec, dict[str, list[str]]]:
@@ -271,9 +306,8 @@ def _folder_spec(path: Path) -> tuple[safetensors.Folder, DecoderSpec, dict[str,
     for name, called in names.items():
         other = other_hf_names(described, called)
         names[name] = other if other[0] in folder.tensors else called
-    prefix = hf_prefix(described)
-    present = {t.removeprefix(prefix) for t in _present(names, set(folder.tensors))}
-    _check_names(path.resolve().name, described, present)
+    names = _as_stored(names, folder.tensors)
+    _check_names(path.resolve().name, described, names, set(folder.tensors))
     return folder, described, names
 
 
@@ -284,10 +318,19 @@ def _folder(path: Path) -> tuple[str, WeightSource, tokenizer.Tokenizer]:
     return path.resolve().name, folder_source(folder, described, names), text
 
 
-def _present(names: Mapping[str, Sequence[str]], there: set[str]) -> set[str]:
-    """The tensors of a file by the decoder's names, others by the file's own."""
-    used = {part for parts in names.values() for part in parts}
-    return {name for name, parts in names.items() if there >= set(parts)} | (there - used)
+def _as_stored(names: Mapping[str, list[str]], there: Collection[str]) -> dict[str, list[str]]:
+    """Names of a folder's tensors, which may be those of a part: a model without its head."""
+    (embedding,) = names["token_embd.weight"]
+    for before, after in _PARTS:
+        if embedding.startswith(before) and after + embedding.removeprefix(before) in there:
+            return {
+                name: [
+                    after + part.removeprefix(before) if part.startswith(before) else part
+                    for part in parts
+                ]
+                for name, parts in names.items()
+            }
+    return dict(names)
 
 
 @contextlib.contextmanager
@@ -299,22 +342,38 @@ def _naming(path: Path) -> Iterator[None]:
         raise type(error)(f"{path}: {error}") from error
 
 
-def _check_names(name: str, described: DecoderSpec, present: set[str]) -> None:
-    names = tensor_names(described)
-    missing = sorted(set(names) - present)
+def _check_names(
+    title: str, described: DecoderSpec, names: Mapping[str, Sequence[str]], there: set[str]
+) -> None:
+    """Refuses a file without tensors of the model, or with others in its layers.
+
+    Args:
+      title: of the model, for messages.
+      described: the model.
+      names: what the file calls each tensor of the decoder.
+      there: what it has.
+
+    Raises:
+      BadModelFile: tensors are missing.
+      UnsupportedModel: the layers have others.
+    """
+    wanted = {part for parts in names.values() for part in parts}
+    missing = sorted(wanted - there)
     if missing:
+        like = f"; its own are called like {min(there)[:60]!r}" if there.isdisjoint(wanted) else ""
         raise BadModelFile(
-            f"{name} lacks {len(missing)} of {len(names)} tensors, the first {missing[0]!r}; "
-            "fetch the model again"
+            f"{title} lacks {len(missing)} of {len(wanted)} tensors, the first {missing[0]!r}"
+            f"{like}; fetch the model again"
         )
     # A weight left out would give wrong text; old files keep frequencies, which follow from config.
+    layers = {part[: part.find(x) + len(x)] for part in wanted for x in _LAYERS if x in part}
     unknown = sorted(
         t
-        for t in present - set(names)
-        if t.startswith(("blk.", "model.layers.")) and not t.endswith("rotary_emb.inv_freq")
+        for t in there - wanted
+        if t.startswith(tuple(layers)) and not t.endswith("rotary_emb.inv_freq")
     )
     if unknown:
         raise UnsupportedModel(
-            f"{name} has {len(unknown)} tensors in its layers that no {described.arch} model here "
+            f"{title} has {len(unknown)} tensors in its layers that no {described.arch} model here "
             f"uses, the first {unknown[0][:60]!r}; take an unmodified, unquantized model"
         )

@@ -2,12 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from kvrt.config import GroupSpec, Indexed, MaskSpec, QueryTemperature, RecurrentSpec, RopeSpec
-from kvrt.errors import BadConfig, BadModelFile, UnsupportedModel
-from kvrt_models.header import REMEDY, Header, brief
+from kvrt.errors import BadConfig, BadModelFile
+from kvrt_models.header import REMEDY, Header
 from kvrt_models.layers.gemma.sizes import AltUp, LayerInputs
 from kvrt_models.layers.latent_sizes import Latent
 from kvrt_models.layers.ssm import SsmSpec
@@ -88,8 +88,9 @@ class DecoderSpec:
       arch: family name.
       n_vocab: rows of the embedding.
       n_embd: width of the residual stream.
-      n_ff: width of the feed-forward layers without experts; 0 where there are none.
-      n_heads: query heads.
+      n_ff: width of the feed-forward layers without experts, of the widest where they differ; 0
+        where there are none.
+      n_heads: query heads, of the layer with most where layers differ.
       norm_eps: epsilon of the root-mean-square norms.
       n_ctx_train: trained context length in tokens.
       tied: the head is the embedding.
@@ -122,6 +123,9 @@ class DecoderSpec:
         without them.
       ffn_cutoffs: by layer, deviations above their mean below which gates of the feed-forward are
         zero before the activation; None keeps all, and so does an empty list.
+      layer_heads: query heads by layer where they differ, otherwise empty; 0 in layers without
+        attention.
+      layer_ff: likewise `n_ff`.
       producers: layers that only make keys and values of the stream, which others read, and leave
         it as it is (YOCO). They are counted among the layers.
     """
@@ -160,6 +164,8 @@ class DecoderSpec:
     altup: AltUp | None = None
     laurel_rank: int = 0
     ffn_cutoffs: tuple[float | None, ...] = ()
+    layer_heads: tuple[int, ...] = ()
+    layer_ff: tuple[int, ...] = ()
 
     @property
     def exit_layer(self) -> int:
@@ -195,6 +201,10 @@ class DecoderSpec:
         """Whether a layer reads the keys and values of another, and makes none."""
         return any(layer == x for g in self.groups for x, _ in g.kv_of)
 
+    def n_heads_of(self, layer: int) -> int:
+        """Query heads of a layer with attention."""
+        return self.layer_heads[layer] if self.layer_heads else self.n_heads
+
     @property
     def n_stream(self) -> int:
         """Channels of the residual stream, of all that lie beside each other."""
@@ -202,6 +212,8 @@ class DecoderSpec:
 
     def n_ff_of(self, layer: int) -> int:
         """Width of a layer's feed-forward without experts."""
+        if self.layer_ff:
+            return self.layer_ff[layer]
         return self.n_ff_readers if self.n_ff_readers and self.reads(layer) else self.n_ff
 
 
@@ -246,11 +258,11 @@ class Layers:
             MaskSpec(kind="window" if self.window else "chunked", size=size) if size else MaskSpec()
         )
 
-    def group(self, n_kv_heads: int, head_dim: int, scale: float | None) -> GroupSpec:
+    def group(self, head_dim: int, scale: float | None) -> GroupSpec:
         """The layers with sizes; raises BadConfig where these are impossible."""
         return GroupSpec(
             layers=self.ids,
-            n_kv_heads=self.n_kv_heads or n_kv_heads,
+            n_kv_heads=self.n_kv_heads,
             head_dim=self.head_dim or head_dim,
             rope=self.rope,
             mask=self.mask,
@@ -266,7 +278,7 @@ class Layers:
 def build(
     *,
     layers: Iterable[Layers],
-    n_kv_heads: int,
+    n_kv_heads: int | Sequence[int],
     head_dim: int,
     scale: float | None = None,
     **rest: Any,
@@ -275,26 +287,49 @@ def build(
 
     Args:
       layers: kinds of layers; together they are all layers.
-      n_kv_heads: kv heads of every layer.
+      n_kv_heads: kv heads of every layer, or a list by layer.
       head_dim: channels of a head.
       scale: factor of the scores; None is 1 / sqrt(head_dim).
-      **rest: fields of `DecoderSpec`.
+      **rest: fields of `DecoderSpec`; n_heads and n_ff may be lists as well.
 
     Raises:
       BadModelFile: sizes contradict each other.
     """
-    n_heads, layers = rest["n_heads"], list(layers)
-    for n in (n_kv_heads, *(kind.n_kv_heads for kind in layers if kind.n_kv_heads)):
-        if n_heads % n:
+    heads, kv_heads = _of_layer(rest["n_heads"]), _of_layer(n_kv_heads)
+    kinds = [kind for each in layers for kind in _by_kv_heads(each, kv_heads)]
+    for n, n_kv in {(heads(i), kind.n_kv_heads) for kind in kinds for i in kind.ids}:
+        if n % n_kv or not n:
             raise BadModelFile(
-                f"the model's header names {n_heads} heads and {n} kv heads; heads must be a "
+                f"the model's header names {n} heads and {n_kv} kv heads; heads must be a "
                 f"multiple of kv heads; {REMEDY}"
             )
     try:
-        groups = tuple(kind.group(n_kv_heads, head_dim, scale) for kind in layers if kind.ids)
+        groups = tuple(kind.group(head_dim, scale) for kind in kinds)
     except BadConfig as error:
         raise BadModelFile(f"the header describes an impossible attention: {error}") from error
+    for name, by_layer in (("n_heads", "layer_heads"), ("n_ff", "layer_ff")):
+        if not isinstance(rest[name], int):
+            sizes = tuple(rest[name])
+            rest |= {name: max(sizes), by_layer: sizes if len(set(sizes) - {0}) > 1 else ()}
     return DecoderSpec(groups=groups, **rest)
+
+
+def _of_layer(sizes: int | Sequence[int]) -> Callable[[int], int]:
+    """A size by layer."""
+    return (lambda layer: sizes) if isinstance(sizes, int) else sizes.__getitem__
+
+
+def _by_kv_heads(kind: Layers, kv_heads: Callable[[int], int]) -> list[Layers]:
+    """A kind of layers divided by the kv heads that they have."""
+    if kind.n_kv_heads:
+        return [kind] if kind.ids else []
+    numbers = dict.fromkeys(map(kv_heads, kind.ids))
+    if len(numbers) > 1:
+        assert not kind.kv_of and kind.indexed is None
+    return [
+        dataclasses.replace(kind, ids=tuple(i for i in kind.ids if kv_heads(i) == n), n_kv_heads=n)
+        for n in numbers
+    ]
 
 
 def check_expert_groups(n: int, n_groups: int, n_open: int, n_used: int, least: int) -> None:
@@ -327,14 +362,6 @@ def gemma(n_embd: int, logit_cap: float | None) -> dict[str, Any]:
         embed_scale=math.sqrt(n_embd),
         logit_cap=logit_cap or None,
     )
-
-
-def check_known(name: str, what: str, known: tuple[str, ...]) -> None:
-    """Refuses a name that is not known; `what` has a place for it."""
-    if name not in known:
-        raise UnsupportedModel(
-            f"{what.format(brief(name))} is not supported; one of {', '.join(known)}"
-        )
 
 
 def head_dim_of(keys: Header, key: str, n_embd: int, n_heads: int) -> int:

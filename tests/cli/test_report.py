@@ -1,8 +1,10 @@
 """The summary, JSON and cell map from numbers that are given, without a model."""
 
 import dataclasses
+import io
 import json
 import re
+import types
 
 import numpy as np
 import pytest
@@ -199,3 +201,23 @@ def test_equal_rows_are_told_once(capfd):
         "256 " + "." * 63 + "0",
     ]
     assert len(rows) == 5 and rows[4].startswith("cells: 2 of 320 cells used, n_kv 320;")
+
+
+class Terminal(io.StringIO):
+    """A terminal's standard error."""
+
+    def isatty(self):
+        return True
+
+
+def test_the_bar_of_a_prompt_has_a_rate_and_the_time_left(monkeypatch):
+    shown, seconds = Terminal(), iter(range(3))
+    monkeypatch.setattr("sys.stderr", shown)
+    clock = types.SimpleNamespace(perf_counter=lambda: next(seconds))
+    monkeypatch.setattr(summary, "time", clock)
+    monkeypatch.setenv("TERM", "xterm")
+    with summary.prefill_bar(4000, True) as show:
+        show(500)
+        show(1500)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", shown.getvalue())
+    assert re.search(r"1500/4000 750 tokens/s \S*:\S* left", text), text

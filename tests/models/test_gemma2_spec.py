@@ -57,7 +57,7 @@ def test_scores_of_the_27b_are_scaled_by_width_over_heads():
         (dict(attn_logit_softcapping=0.0), "attn_logit_softcapping' is 0.0, a finite number above"),
         (dict(final_logit_softcapping=0.0), "final_logit_softcapping' is 0.0, a finite number"),
         (dict(attention__sliding_window=0), "'gemma2.attention.sliding_window' is 0"),
-        (dict(attention__sliding_window_pattern=[1, 0]), "models whose layers differ"),
+        (dict(attention__sliding_window_pattern=[1, 0]), "is a list of 2, a list of"),
         (dict(rope__freq_base_swa="1e4"), "'gemma2.rope.freq_base_swa' is '1e4'"),
         (dict(tensors={"rope_freqs.weight": Shaped((8,))}), "a gemma2 with the tensor"),
     ],

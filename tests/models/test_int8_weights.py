@@ -14,14 +14,16 @@ import jax
 import numpy as np
 import pytest
 
-from kvrt_models import hub, load
+from kvrt.errors import BadModelFile
+from kvrt_models import file_digest, hub, load
 from kvrt_models.gguf import file as gguf
 from kvrt_models.hf import safetensors
 from kvrt_models.layers import int8
 from kvrt_models.layers.int8 import Int8Matrix
 from kvrt_models.layers.tensors import is_matrix, weight_parts, weight_shape
-from kvrt_models.weights import int8_weights, quantized, shapes
+from kvrt_models.weights import int8_weights, kept_file, quantized, shapes
 from kvrt_models.weights.int8_weights import Watch
+from kvrt_models.weights.source import WeightSource
 
 sys.path.append(str(Path(__file__).parents[1] / "peer"))
 import tiny_gguf
@@ -194,6 +196,66 @@ def test_weights_of_a_changed_model_take_the_place_of_its_older_ones(model, cach
     assert now != kept
 
 
+def test_a_model_of_the_same_name_size_and_time_is_another_by_one_byte(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_digest, "_TICK_S", -1.0)  # digests of files made just now are kept
+    path, begun = tmp_path / "model.gguf", []
+    path.write_bytes(bytes(3 << 20))
+    os.utime(path, ns=(1, 1))
+    source = WeightSource(spec=None, tensor=None, rows=None, called={}, files=(path,))
+
+    def digest() -> str:
+        return source.digest(tmp_path / "kept", lambda: begun.append(path))
+
+    first = digest()
+    assert digest() == first and len(begun) == 1
+    another = tmp_path / "another"
+    data = bytearray(path.read_bytes())
+    data[1_600_000] ^= 1
+    another.write_bytes(data)
+    shutil.copystat(path, another)
+    for place in (path.write_bytes, lambda data: os.replace(another, path)):
+        place(data)
+        os.utime(path, ns=(1, 1))
+        assert digest() != first
+    assert len(begun) == 3
+    path.write_bytes(bytes(3 << 20))
+    assert digest() == first and len(begun) == 4
+
+
+def test_a_digest_of_a_file_that_changed_just_now_is_not_kept(tmp_path):
+    path, begun = tmp_path / "model.gguf", []
+    path.write_bytes(b"weights")
+    for n in (1, 2):
+        file_digest.kept_digest(path, tmp_path / "kept", lambda: begun.append(path))
+        assert len(begun) == n and not (tmp_path / "kept").exists()
+
+
+def test_a_damaged_note_of_a_digest_is_made_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_digest, "_TICK_S", -1.0)
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"weights")
+    first = file_digest.kept_digest(path, tmp_path / "kept")
+    (note,) = (tmp_path / "kept").iterdir()
+    sound = note.read_text()
+    note.write_text(sound.replace(first, "0"))
+    with pytest.warns(UserWarning, match=r"damaged; .*model\.gguf is digested again"):
+        assert file_digest.kept_digest(path, tmp_path / "kept") == first
+    assert note.read_text() == sound
+
+
+def test_a_file_that_changes_while_it_is_quantized_is_refused(model, cache, monkeypatch):
+    finish = kept_file.Writer.add
+
+    def add(writer, name, x):
+        changed(model)
+        finish(writer, name, x)
+
+    monkeypatch.setattr(kept_file.Writer, "add", add)
+    with pytest.raises(BadModelFile, match=r"tiny\.gguf: changed while it was read; start again"):
+        start(model)
+    assert not list(cache.glob("*.safetensors"))
+
+
 def test_weights_of_a_model_of_the_same_name_elsewhere_stay(model, cache, tmp_path):
     start(model)
     (kept,) = cache.glob("*.safetensors")
@@ -322,14 +384,10 @@ def test_the_widened_matrix_is_the_largest(model):
     assert load.describe_model(model).widened_bytes == 0
 
 
-FORMS = """
-from kvrt_models import hub
-from kvrt_models.weights.forms import measured_forms
-measured_forms(hub.cache_dir())
-"""
 MEASURE = """
 import gc, json, sys
-from kvrt_models import hub, load
+from kvrt.errors import BadModelFile
+from kvrt_models import file_digest, hub, load
 from kvrt_models.weights.int8_weights import Watch
 from kvrt_models.weights.loading import read_weights
 
@@ -357,15 +415,6 @@ print(json.dumps([(rss("VmHWM") - before) / n, (rss("VmRSS") - before) / n]))
 STARTS = (("cache", "first"), ("cache", "second"), ("file", "in memory"))
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    """A folder with what is measured once a machine, which is no part of the weights."""
-    folder = tmp_path_factory.mktemp("forms")
-    env = os.environ | {"KVRT_CACHE": str(folder)}
-    subprocess.run([sys.executable, "-c", FORMS], env=env, check=True)
-    return folder
-
-
 @pytest.mark.model
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc says what a process holds")
 @pytest.mark.parametrize(
@@ -376,12 +425,12 @@ def measured(tmp_path_factory):
         pytest.param("gemma3-270m", STARTS, marks=pytest.mark.full),
     ],
 )
-def test_memory_of_a_start(name, starts, measured, cache, monkeypatch, tmp_path):
+def test_memory_of_a_start(name, starts, cache, monkeypatch, tmp_path):
     monkeypatch.delenv("KVRT_CACHE")
     path = hub.resolve(name, progress=False)
     for folder, way in starts:
         where = tmp_path / folder
-        shutil.copytree(measured, where, dirs_exist_ok=True)
+        where.mkdir(mode=0o700, exist_ok=True)
         if way == "in memory":
             (where / "weights").write_text("")
         env = os.environ | {"KVRT_CACHE": str(where)}

@@ -1,5 +1,6 @@
 """What a config.json says of DeepSeek-V2 and V3: latents, YaRN's growth, routing, and refusals."""
 
+import json
 import math
 
 import jax
@@ -10,6 +11,7 @@ from headers import GOLDEN, Shaped, gguf, hf, refused
 
 from kvrt import CacheConfig
 from kvrt.program.estimate import of_cells
+from kvrt_models.hf import latent
 from kvrt_models.layers import tensors
 from kvrt_models.layers.experts import Mixture, _weigh
 from kvrt_models.load import load
@@ -40,6 +42,12 @@ def test_a_group_keeps_latents():
     )
 
 
+def test_a_temperature_of_queries_is_refused_in_a_gguf():
+    key = "attention__temperature_scale"
+    refused("temperature_scale' is 0.1, which is not", lambda: deepseek2(**{key: 0.1}))
+    assert deepseek2(**{key: 0.0}) == deepseek2()
+
+
 def test_scores_grow_with_yarn_by_the_square():
     growth = 0.1 * 1.6 * math.log(8) + 1
     assert v3().groups[0].scale == pytest.approx(16**-0.5 * growth**2)
@@ -66,6 +74,34 @@ def test_what_config_json_leaves_out_is_what_transformers_takes():
     assert v2(without=["topk_method"], n_group=None).experts.n_groups == 1
     assert v3(norm_topk_prob=False).experts.scoring == "sigmoid_each"
     assert v3(first_k_dense_replace=2).experts is None
+
+
+def test_experts_that_config_json_leaves_out():
+    keys = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
+    many = dict(n_group=8, topk_group=4)
+    for made, wanted in (
+        (v2(without=keys), (64, 6, 1407, 2)),
+        (v3(without=keys, **many), (256, 8, 2048, 1)),
+    ):
+        of = made.experts
+        found = (of.n_experts, of.n_used, of.n_ff, of.n_ff_shared // of.n_ff)
+        assert found == wanted
+    assert v2(n_shared_experts=None).experts.n_ff_shared == 0
+    # As the published code has it, a model without experts.
+    assert v2(n_routed_experts=None, num_experts_per_tok=None).experts is None
+    refused(
+        "'num_experts_per_tok' is 6, a whole number from 1 to 4",
+        lambda: v2(without=keys[1:], n_routed_experts=4),
+    )
+
+
+def test_a_guessed_number_of_experts_is_told():
+    config = json.loads((GOLDEN / "deepseek-v2" / "config.json").read_text())
+    assert latent.notes(config, v2().experts) == ()
+    del config["num_experts_per_tok"]
+    assert latent.notes(config, None) == ()
+    (line,) = latent.notes(config, v2().experts)
+    assert line.startswith("config.json has no 'num_experts_per_tok'; 6 are taken")
 
 
 def test_names_and_shapes_of_tensors():
@@ -203,7 +239,7 @@ def test_scores_of_a_gguf_grow_by_what_the_converter_wrote():
         (dict(attention__key_length_mla=8), "key_length_mla' is 8, a whole number from 9"),
         (dict(attention__kv_lora_rank=None), "lacks 'deepseek2.attention.kv_lora_rank'"),
         (dict(expert_group_count=4), "chooses by softmax among 4 groups of experts is not supp"),
-        (dict(expert_gating_func=3), "expert_gating_func' is 3, a whole number from 1 to 2"),
+        (dict(expert_gating_func=3), "expert_gating_func' is 3, a whole number from 0 to 2"),
         (
             dict(expert_gating_func=2, expert_group_count=3, expert_group_used_count=2),
             "8 experts in 3 groups",

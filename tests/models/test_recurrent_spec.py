@@ -126,6 +126,8 @@ def test_layers_without_kv_heads_are_recurrent_in_a_gguf():
     plain = recurrent_gguf("mamba2", attention__head_count=0, feed_forward_length=0)
     assert (plain.groups, plain.ssm.layers, plain.n_ff) == ((), (0, 1), 0)
     assert recurrent_gguf(attention__head_count_kv=2).recurrent is None
+    kinds = recurrent_gguf(attention__head_count_kv=[1, 2]).groups
+    assert [(g.layers, g.n_kv_heads) for g in kinds] == [((0,), 1), ((1,), 2)]
     assert recurrent_gguf(attention__head_count_kv=0).groups == ()
 
 
@@ -146,9 +148,16 @@ def test_granite_multipliers_of_zero_are_none():
         ("mamba", dict(ssm__dt_b_c_rms=True), "'mamba.ssm.dt_b_c_rms' is True, which is not"),
         ("mamba2", dict(ssm__group_count=3), "names 8 heads of Mamba-2 to be shared by 3"),
         ("mamba2", dict(ssm__time_step_rank=7), "names 128 channels of Mamba-2 to be shared by 7"),
-        ("jamba", dict(attention__head_count_kv=[0, 2, 0]), "is a list of 3, 2 whole numbers"),
-        ("jamba", dict(attention__head_count_kv=[0, -2]), "is a list of 2, 2 whole numbers"),
-        ("jamba", dict(attention__head_count_kv=[1, 2]), "differs among the layers with attention"),
+        (
+            "jamba",
+            dict(attention__head_count_kv=[0, 2, 0]),
+            "is a list of 3, a list of 2 whole numbers from 0",
+        ),
+        (
+            "jamba",
+            dict(attention__head_count_kv=[0, -2]),
+            "is a list of 2, a list of 2 whole numbers from 0",
+        ),
         ("jamba", dict(attention__head_count_kv=[0, 3]), "4 heads and 3 kv heads"),
         ("jamba", dict(attention__value_length=8), "'jamba.attention.value_length' is 8"),
         ("granitehybrid", dict(rope__scaling__type="yarn"), "rope.scaling.type' is 'yarn'"),

@@ -7,12 +7,15 @@ import shutil
 import numpy as np
 import pytest
 from headers import GOLDEN, TENSORS, Shaped, gguf, hf, metadata, refused
+from safetensors.numpy import load_file, save_file
 
 from kvrt.errors import BadModelFile
 from kvrt.store import rope
 from kvrt_models import load
 from kvrt_models.gguf import spec as gguf_spec
+from kvrt_models.gguf.departures import departures
 from kvrt_models.layers import tensors
+from kvrt_models.weights.int8_weights import Watch
 from tests.peer import tiny_gguf
 
 
@@ -217,17 +220,62 @@ def test_gguf_yarn_keys_are_honoured():
     assert gguf_rope(type="linear", factor=4.0, attn_factor=1.5).magnitude == 1.5
 
 
+IGNORED = "is not used, as in llama.cpp"
+
+
+@pytest.mark.parametrize(
+    ("arch", "change", "lines"),
+    [
+        ("llama", {}, []),
+        ("llama", dict(rope__scaling__yarn_beta_fast=8.0), []),  # there is no YaRN
+        ("llama", dict(rope__scaling__type="yarn", rope__scaling__yarn_beta_fast=32), []),
+        (
+            "llama",
+            dict(rope__scaling__type="yarn", rope__scaling__yarn_beta_fast=8.0),
+            ["'llama.rope.scaling.yarn_beta_fast' is 8 and is used; llama.cpp takes 32, so its"],
+        ),
+        (
+            "llama",
+            dict(attention__sliding_window=32),
+            ["is 32 and is used; llama.cpp attends"],
+        ),
+        ("qwen2", dict(attention__sliding_window=32), [f"is 32 and {IGNORED}"]),
+        ("qwen2", dict(attention__sliding_window=512), []),
+        (
+            "qwen3",
+            dict(rope__scaling__yarn_ext_factor=0.5, rope__scaling__yarn_attn_factor=2.0),
+            [f"yarn_ext_factor' is 0.5 and {IGNORED}", f"yarn_attn_factor' is 2.0 and {IGNORED}"],
+        ),
+        ("llama", dict(rope__scaling__yarn_log_multiplier=0.1), [f"is 0.1 and {IGNORED}"]),
+        ("llama", dict(rope__scaling__alpha=1000.0), [f"is 1000.0 and {IGNORED}"]),
+        ("llama", dict(rope__scaling__alpha=np.ones(2)), [f"is a list of 2 and {IGNORED}"]),
+    ],
+)
+def test_keys_that_llama_cpp_reads_otherwise_are_told(arch, change, lines):
+    gguf(arch, **change)
+    told = departures(metadata(arch, **change))
+    assert len(told) == len(lines)
+    assert all(part in line for part, line in zip(lines, told, strict=True))
+
+
+def test_loading_tells_of_such_keys(tmp_path, monkeypatch):
+    header = tiny_gguf._add_header
+    monkeypatch.setattr(
+        tiny_gguf, "_add_header", lambda w, model: (header(w, model), w.add_sliding_window(8))
+    )
+    path = tiny_gguf.write_gguf(tmp_path / "tiny.gguf", tiny_gguf.TinyModel(n_layers=1))
+    lines = []
+    load.open_model(path, on_host=True, watch=Watch(tell=lines.append)).weights.wait()
+    (line,) = lines
+    assert line.startswith("tiny: 'llama.attention.sliding_window' is 8 and is used; llama.cpp")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (dict(type="longrope"), "RoPE scaling 'longrope' of this GGUF is not supported"),
-        (dict(type="yarn", factor=4.0, yarn_ext_factor=0.5), "yarn_ext_factor' is 0.5"),
-        (dict(type="yarn", factor=4.0, yarn_attn_factor=2.0), "yarn_attn_factor' is 2.0"),
-        (dict(type="yarn", factor=4.0, yarn_log_multiplier=0.1), "yarn_log_multiplier' is 0.1"),
-        (dict(type="linear", factor=4.0, yarn_ext_factor=1.0), "yarn_ext_factor' is 1.0"),
         (dict(factor="4"), "'llama.rope.scaling.factor' is '4', a finite number"),
         (dict(factor=-1.0), "'llama.rope.scaling.factor' is -1.0"),
-        (dict(alpha=1000.0), "alpha' is 1000.0, which is not supported"),
         (dict(type=7), "'llama.rope.scaling.type' is 7, a string is wanted"),
     ],
 )
@@ -258,7 +306,9 @@ def test_frequency_divisors_must_fit():
         (dict(embedding_length="64"), "'llama.embedding_length' is '64'"),
         (dict(attention__head_count=0), "'llama.attention.head_count' is 0"),
         (dict(attention__head_count_kv=3), "4 heads and 3 kv heads"),
-        (dict(attention__head_count_kv=np.array([2, 1], "u4")), "models whose layers differ"),
+        (dict(attention__head_count_kv=np.array([2, 3], "u4")), "4 heads and 3 kv heads"),
+        (dict(attention__head_count_kv=np.array([2], "u4")), "is a list of 1, a list of 2 whole"),
+        (dict(feed_forward_length=np.array([9.0, 9.0], "f4")), "is a list of 2, a list of 2 whole"),
         (dict(attention__key_length=10**6), "'llama.attention.key_length' is 1000000"),
         (dict(attention__value_length=8), "'llama.attention.value_length' is 8"),
         (dict(attention__layer_norm_rms_epsilon=-1.0), "is -1.0, a finite number above 0"),
@@ -292,7 +342,7 @@ def test_gguf_biases_windows_and_head_sizes_are_read():
     )
     assert (found.groups[0].head_dim, found.groups[0].mask.size) == (24, 32)
     assert gguf("qwen2", attention__sliding_window=512).groups[0].mask.kind == "full"
-    refused("sliding window of 32", lambda: gguf("qwen2", attention__sliding_window=32))
+    assert gguf("qwen2", attention__sliding_window=32).groups[0].mask.kind == "full"
     assert gguf("qwen3", rope__dimension_count=8).groups[0].rope.n_rot == 8
 
 
@@ -309,14 +359,45 @@ def folder(tmp_path, **change):
     ("change", "words"),
     [
         (dict(hidden_size="32"), "config.json: the model's header is damaged: 'hidden_size'"),
-        (dict(mlp_bias=True), "lacks 6 of 27 tensors, the first 'blk.0.ffn_down.bias'"),
+        (dict(mlp_bias=True), "lacks 6 of 27 tensors, the first 'model.layers.0.mlp.down_pr"),
         (dict(num_hidden_layers=1), "9 tensors in its layers that no llama model here uses"),
-        (dict(head_dim=32), "tensor 'blk.0.attn_q.weight' has shape (64, 32), (128, 32) wanted"),
+        (dict(head_dim=32), "layers.0.self_attn.q_proj.weight' has shape (64, 32), (128, 32)"),
         (dict(vocab_size=255), "the tokenizer has 256 tokens, the embedding 255"),
     ],
 )
 def test_a_folder_that_contradicts_its_weights_is_refused(tmp_path, change, words):
     refused(words, lambda: load.load(folder(tmp_path, **change)))
+
+
+def renamed(tmp_path, before, after):
+    """The golden llama whose tensors are called otherwise."""
+    copied = folder(tmp_path)
+    file = copied / "model.safetensors"
+    found = load_file(file)
+    begins = {n: n.startswith(before) for n in found}
+    save_file({after + n.removeprefix(before) if begins[n] else n: found[n] for n in found}, file)
+    return copied
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("model.", ""), ("", "language_model."), ("model.", "model.language_model.")],
+)
+def test_a_part_of_a_model_is_read_by_its_names(tmp_path, before, after):
+    file, found, names = load._folder_spec(renamed(tmp_path, before, after))
+    assert names["token_embd.weight"] == [f"{after}{'' if before else 'model.'}embed_tokens.weight"]
+    assert found == hf() and {x for parts in names.values() for x in parts} <= set(file.tensors)
+    more = file.path / "model.safetensors"
+    layer = names["blk.0.attn_norm.weight"][0].replace("input_layernorm", "third_norm")
+    save_file(load_file(more) | {layer: np.ones(32, np.float32)}, more)
+    refused(f"the first '{layer}'", lambda: load.describe_model(file.path))
+
+
+def test_a_folder_of_other_names_is_told_with_them(tmp_path):
+    words = (
+        "lacks 21 of 21 tensors, the first 'lm_head.weight'; its own are called like 'base.lm_he"
+    )
+    refused(words, lambda: load.describe_model(renamed(tmp_path, "", "base.")))
 
 
 def test_a_gguf_that_contradicts_its_tensors_is_refused_before_they_are_read(tmp_path, monkeypatch):

@@ -138,9 +138,12 @@ def freq_factors(model: TinyModel) -> np.ndarray:
     return np.geomspace(1.0, 4.0, model.head_dim // 2).astype(np.float32)
 
 
-def write_gguf(path: Path, model: TinyModel) -> Path:
-    """Writes the model as llama.cpp reads it, every tensor in float32; returns the path."""
-    writer = gguf.GGUFWriter(path, model.arch)
+def write_gguf(path: Path, model: TinyModel, *, n_part: int = 0) -> Path:
+    """Writes the model as llama.cpp reads it, every tensor in float32; returns the path.
+
+    With n_part in parts of so many tensors, whose names follow from the path.
+    """
+    writer = gguf.GGUFWriter(path, model.arch, split_max_tensors=n_part)
     _add_header(writer, model)
     add_tokenizer(writer)
     for name, weight in weights(model).items():

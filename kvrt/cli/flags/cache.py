@@ -7,6 +7,7 @@ from kvrt.cli.flags.declare import Options, flag, flag_group
 from kvrt.cli.report.size import parse_size
 from kvrt.config import RopeMode
 from kvrt.errors import UsageError
+from kvrt.files import kinds
 from kvrt.kv_types import KeyDtype, KVDtype
 from kvrt.select_spec import LabelDtype
 
@@ -153,6 +154,7 @@ class SelectFlags(Options):
         "with --select double_sparsity: the file of heavy channels of this model, which "
         "scripts/calibrate_channels.py writes",
         "FILE",
+        file=kinds.INPUT,
     )
     select_labels: LabelDtype = _more(
         "f32", "with --select double_sparsity: dtype of labels", "TYPE"

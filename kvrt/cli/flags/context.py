@@ -6,6 +6,7 @@ from typing import Literal, get_args
 from kvrt.cli.flags.declare import Options, flag, flag_group
 from kvrt.config import ExtendKind
 from kvrt.errors import UsageError
+from kvrt.files import kinds
 
 DropName = Literal["none", "context_shift", "attention_sinks"]
 PolicyName = Literal[
@@ -48,8 +49,8 @@ class KeepFlags(Options):
 
     keep: int = _context(
         0,
-        "tokens of the prompt that a shift never drops, a begin-of-text token not counted; "
-        "-1 keeps all",
+        "tokens of the prompt that a shift never drops, BOS not counted; -1 keeps all; if not "
+        "given, a session's",
         "N",
         low=-1,
     )
@@ -60,7 +61,13 @@ class KeepFlags(Options):
     n_window: int = _policy(
         0, "newest tokens that attention_sinks keeps; 0 takes what the context leaves", "N"
     )
-    n_drop: int = _policy(1, "tokens that attention_sinks drops at once, at least", "N", low=1)
+    n_drop: int = _policy(
+        1,
+        "tokens that attention_sinks drops at once, at least; a quarter of the window, unless keys "
+        "are f32 or stored unrotated: each drop rounds the others again",
+        "N",
+        low=1,
+    )
     policy_budget: str = _policy(
         "512",
         "what each kv head keeps with a --policy by score (h2o and others): tokens, a part of the "
@@ -75,6 +82,7 @@ class KeepFlags(Options):
         "with --policy duo_attention: the kv heads that keep --n_stream tokens, a file that "
         "scripts/streaming_heads.py writes, or by layer, as [[1],[0,2]]; others keep the budget",
         "FILE",
+        file=kinds.INPUT,
     )
     n_stream: int = _policy(
         128, "tokens that heads of --streaming_heads keep: sinks and the newest", "N", low=1
@@ -129,7 +137,8 @@ class RunPolicyFlags(KeepFlags, SizeFlags):
         None,
         "what a full context drops: context_shift (the default) half of what --keep leaves, "
         "attention_sinks all but --n_sink first and --n_window last tokens, none ends there; "
-        "others keep --policy_budget tokens a kv head by score, from the start",
+        "others keep --policy_budget tokens a kv head by score, from the start; if not given, a "
+        "session's",
         "NAME",
     )
 

@@ -11,6 +11,7 @@ from kvrt.cli.flags.declare import Options, flag, flag_group
 from kvrt.cli.flags.mesh import MeshFlags
 from kvrt.cli.flags.run_session import SessionFlags
 from kvrt.errors import UsageError
+from kvrt.files import kinds
 
 RANDOM = -1  # as a seed
 UNTIL_FULL = -2  # as a length
@@ -56,9 +57,13 @@ class PromptFlags(Options):
         "read the text from a file, - for standard input; a newline at its end is left out",
         "FILE",
         short="f",
+        file=kinds.INPUT,
     )
     tokens: str | None = _prompt(
-        None, "read ids from a file with a JSON list, - for standard input", "FILE"
+        None,
+        "read ids from a file with a JSON list, - for standard input",
+        "FILE",
+        file=kinds.INPUT,
     )
     chat: bool = _prompt(
         False,

@@ -15,7 +15,9 @@ from kvrt.cli.flags.evaluate import (
 )
 from kvrt.cli.flags.run_session import ReplaceFlags, SequenceFlags
 from kvrt.cli.report.size import parse_size
+from kvrt.config import MAX_SEQUENCES
 from kvrt.errors import UsageError
+from kvrt.files import kinds
 from kvrt.kv_types import KVDtype
 
 Target = Literal[
@@ -30,21 +32,25 @@ _output = functools.partial(flag, "Output")
 
 
 def _schema(help: str) -> Any:
-    return _session(None, f"{help}; see kvrt help schema", "FILE", advanced=True)
+    return _session(None, f"{help}; see kvrt help schema", "FILE", advanced=True, file=kinds.INPUT)
 
 
 @flag_group
 class FileFlags(Options):
     """A session that is there."""
 
-    session: str | None = _session(None, "the session file", "SESSION", place=True, needed=True)
+    session: str | None = _session(
+        None, "the session file", "SESSION", place=True, needed=True, file=kinds.INPUT
+    )
 
 
 @flag_group
 class NewFileFlags(Options):
     """A session that is made."""
 
-    output: str | None = _session(None, "the session file to write", "FILE", short="o", needed=True)
+    output: str | None = _session(
+        None, "the session file to write", "FILE", short="o", needed=True, file=kinds.NEW
+    )
 
 
 @flag_group
@@ -65,6 +71,9 @@ class JsonFlags(Options):
 class PrefillOptions(QuietFlags, TextFlags, PromptFlags, ReplaceFlags, NewFileFlags):
     """Values of the flags of `kvrt prefill`."""
 
+    output: str | None = _session(
+        None, "the session file to write", "FILE", short="o", needed=True, file=kinds.SESSION
+    )
     schema: str | None = _schema("compute the modules of a schema, each once and alone")
 
     as_chunk: bool = _session(
@@ -100,6 +109,7 @@ class QuestionFlags(Options):
         "its answer, not with --quiet",
         "FILE",
         short="F",
+        file=kinds.INPUT,
     )
 
 
@@ -108,7 +118,7 @@ class BlendFlags(Options):
     """How chunks are blended, and where texts are kept."""
 
     chunk_dir: str | None = _cache(
-        None, "a folder that keeps chunks of texts, and finds them", "DIR"
+        None, "a folder that keeps chunks of texts, and finds them", "DIR", file=kinds.SESSIONS
     )
     ratio: float = _chunks(
         0.15, "of the tokens of chunks, how many are computed again", "R", most=1
@@ -130,6 +140,7 @@ class ChunkFlags(BlendFlags):
         "in place of SESSION: a text file, or what kvrt prefill --as_chunk made of one; give it "
         "once for each, in the order of the text",
         "FILE",
+        file=kinds.INPUT,
     )
     auto_ratio: bool = _chunks(
         False,
@@ -142,7 +153,9 @@ class ChunkFlags(BlendFlags):
 class AskedFile(Options):
     """The session of a question; with chunks its place is the question's."""
 
-    session: str | None = _session(None, "the session file", "SESSION", place=True)
+    session: str | None = _session(
+        None, "the session file", "SESSION", place=True, file=kinds.INPUT
+    )
 
 
 @flag_group
@@ -201,7 +214,9 @@ class InspectOptions(JsonFlags, NamedModel, FileFlags):
 
     cells: bool = _output(False, "a map of the cells of each group")
     tokens: bool = _output(False, "ids of the tokens of each sequence; their text too with -m")
-    html: str | None = _output(None, "write a page with the map of the cells", "FILE")
+    html: str | None = _output(
+        None, "write a page with the map of the cells", "FILE", file=kinds.PAGE
+    )
 
     def check(self) -> None:
         """Wants a model for texts only."""
@@ -266,6 +281,21 @@ class TrimOptions(QuietFlags, FileFlags):
         "write it there; else in its own place, where what --keep drops stays as SESSION~",
         "FILE",
         short="o",
+        file=kinds.NEW,
+    )
+
+
+@flag_group
+class RepairOptions(QuietFlags, FileFlags):
+    """Values of the flags of `kvrt repair`."""
+
+    output: str | None = _session(
+        None,
+        "write what is sound there; else in its own place, and the damaged session stays as "
+        "SESSION~",
+        "FILE",
+        short="o",
+        file=kinds.NEW,
     )
 
 
@@ -286,23 +316,54 @@ class ConvertOptions(QuietFlags, NamedWeights, NewFileFlags, FileFlags):
     legacy_format: bool = _session(
         False, "for a llama.cpp before 0.6 (October 2026), an mlx-lm before 0.32"
     )
+    seq: int | None = _session(
+        None,
+        "the sequence that a slot file or a prompt cache of mlx-lm gets, of a session that holds "
+        "several",
+        "N",
+        most=MAX_SEQUENCES - 1,
+    )
+    tokens: str | None = _session(
+        None,
+        "with -m: file with a JSON list of the ids that the cache was computed from, or an object "
+        "of such lists by sequence, where the other program's file lacks them, as mlx-lm's do",
+        "FILE",
+        file=kinds.INPUT,
+    )
+    notes: str | None = _session(
+        None,
+        "with --to mlx: file with a JSON object of texts for the cache's metadata, like "
+        '{"model": "...", "tokenizer_config": "{}"}, which mlx_lm.generate looks for',
+        "FILE",
+        file=kinds.INPUT,
+    )
 
     def check(self) -> None:
-        """Wants another program where an older one is named."""
+        """Refuses flags that belong to another program's file where none is read or written."""
         super().check()
+        one_sequence = ("llama.cpp-slot", "mlx")
         if self.legacy_format and self.to in get_args(KVDtype):
             raise UsageError(
                 f"--legacy_format says which llama.cpp or mlx-lm; --to {self.to} is neither"
             )
-        if self.model is not None and self.to not in get_args(KVDtype):
-            raise UsageError("-m is for reading a file of another program; give --to f32|bf16|f16")
+        if self.seq is not None and self.to not in one_sequence:
+            raise UsageError(
+                f"--seq {self.seq}: --to {self.to} takes all sequences; leave it out, or give "
+                f"--to {' or '.join(one_sequence)}"
+            )
+        if self.tokens is not None and self.model is None:
+            raise UsageError("--tokens is for reading a file of another program; add -m NAME")
+        if self.notes is not None and self.to != "mlx":
+            raise UsageError(f"--notes is for mlx-lm, --to {self.to} has no place for it")
 
 
 @flag_group
 class FolderFlags(Options):
     """A folder of sessions."""
 
-    folder: str | None = _session(None, "the folder", "FOLDER", place=True, needed=True)
+    folder: str | None = _session(
+        None, "the folder", "FOLDER", place=True, needed=True, file=kinds.INPUT
+    )
 
 
 @flag_group

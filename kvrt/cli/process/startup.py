@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from kvrt import jax_settings
 from kvrt.attention.registry import AUTO, require
 from kvrt.cli.process.output import warn
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
@@ -21,12 +22,13 @@ _NO_MEMORY = "RESOURCE_EXHAUSTED"
 
 
 def check_device(attention: str = AUTO) -> None:
-    """Starts JAX's backend, which has to have what computes attention.
+    """Starts JAX's backend under kvrt's settings; it has to have what computes attention.
 
     Raises:
       KvrtError: there is none of those that JAX was told to use.
       NoKernel: the kernel asked for is one of other devices.
     """
+    jax_settings.set_for_process()
     try:
         jax.devices()
     # Some versions of JAX assert instead when a platform has no plugin at all.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from kvrt.cli.flags.declare import Options
 from kvrt.cli.flags.evaluate import ModelFlags
+from kvrt.cli.process import output
 
 Say = Callable[[str], None]
 
@@ -19,10 +20,9 @@ def waiting(what: str, wanted: bool) -> Iterator[Say]:
     if not (wanted and sys.stderr.isatty()):
         yield lambda text: None
         return
-    from rich.console import Console
     from rich.text import Text
 
-    with Console(stderr=True).status(Text(what)) as shown:
+    with output.console().status(Text(what)) as shown:
         yield lambda text: shown.update(Text(text))
 
 

@@ -11,10 +11,11 @@ from kvrt import Runtime, session
 from kvrt.cli.flags.evaluate import EvalFlags
 from kvrt.cli.flags.session_files import ConvertOptions
 from kvrt.cli.process import output, startup
-from kvrt.cli.session.fork import new_path
 from kvrt.cli.session.open_session import existing
 from kvrt.cli.setup import config as settings
+from kvrt.errors import BadConfig
 from kvrt.files import atomic
+from kvrt.files.small_json import read_json_file
 from kvrt.kv_types import KVDtype
 from kvrt.session import described
 from kvrt.session.change import edit, replace
@@ -34,7 +35,7 @@ def execute(options: ConvertOptions) -> int:
       KvrtError: what keeps it from being done; nothing is written then.
     """
     assert options.session is not None and options.output is not None
-    new = new_path(options.output)
+    new = Path(options.output)
     path = existing(Path(options.session))
     old = session.read(path) if options.model is None else _read(path, options.model, options)
     row_type = _row_type(options.to)
@@ -67,7 +68,10 @@ def _read(path: Path, name: str, options: ConvertOptions) -> Snapshot:
         config = settings.cache_config(flags, model.spec.n_ctx_train)
         runtime = Runtime(model.decoder, config, identity=model.identity)
         spec, said = model.spec, runtime.fingerprint
-    rest: dict[str, Any] = {"hadamard": _given(options)} if reader is llama_read else {}
+    ids = None if options.tokens is None else _ids_by_sequence(options.tokens)
+    rest: dict[str, Any] = dict(tokens=ids, hadamard=_given(options))
+    if reader is mlx_read:
+        rest = dict(tokens=None if ids is None else ids.get(0, []))
     found = reader.read(path, said, spec.groups, arch=spec.arch, n_vocab=spec.n_vocab, **rest)
     # Such files have cells for what they hold and no more; a session says how many there may be.
     sizes = [extent(g, config).n_cells for g in spec.groups]
@@ -90,12 +94,34 @@ def _given(options: ConvertOptions) -> bool | None:
 def _writer(old: Snapshot, options: ConvertOptions) -> _Write:
     """What writes the file of another program."""
     groups, arch = described.groups(old.fingerprint), described.arch(old.fingerprint)
+    how: dict[str, Any] = dict(arch=arch, seq_id=options.seq, old=options.legacy_format)
     if options.to == "mlx":
-        return lambda file: mlx_write.write(file, old, groups, arch=arch, old=options.legacy_format)
+        notes = None if options.notes is None else _notes(options.notes)
+        return lambda file: mlx_write.write(file, old, groups, notes=notes, **how)
     whole = options.to == "llama.cpp"
-    return lambda file: llama_write.write(
-        file, old, groups, arch=arch, whole=whole, old=options.legacy_format
-    )
+    return lambda file: llama_write.write(file, old, groups, whole=whole, **how)
+
+
+def _ids_by_sequence(path: str) -> dict[int, list[int]]:
+    """Ids from a JSON file: a list is of sequence 0; raises BadConfig for anything else."""
+    value = read_json_file(path, "token ids")
+    lists = value if isinstance(value, dict) else {"0": value}
+    for name, ids in lists.items():
+        is_ids = isinstance(ids, list) and all(type(x) is int and 0 <= x < 2**31 for x in ids)
+        if not is_ids or not name.isascii() or not name.isdigit():
+            raise BadConfig(
+                f"{path}: a JSON list of token ids is wanted, or an object of lists by sequence, "
+                'like {"0": [1, 2]}; kvrt inspect --tokens --json prints them'
+            )
+    return {int(name): ids for name, ids in lists.items()}
+
+
+def _notes(path: str) -> dict[str, str]:
+    """Texts by name from a JSON file; raises BadConfig for anything else."""
+    value = read_json_file(path, "notes")
+    if not isinstance(value, dict) or not all(isinstance(x, str) for x in value.values()):
+        raise BadConfig(f'{path}: a JSON object of texts is wanted, like {{"model": "name"}}')
+    return value
 
 
 def _write(path: Path, write: _Write) -> None:

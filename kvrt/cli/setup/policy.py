@@ -1,8 +1,10 @@
 """From flags to what stays of a text that outgrows its context, and whether a prompt fits."""
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import NoneType
+from typing import Any, TypeVar
 
 from kvrt.attention.scored.layers import LayerKinds, by_kind
 from kvrt.cli.flags.context import BY_POSITION
@@ -13,7 +15,7 @@ from kvrt.cli.report.size import parse_size
 from kvrt.cli.setup.config import answer_length, cache_config
 from kvrt.cli.setup.flag_map import taken
 from kvrt.config import CacheConfig, SelfExtend
-from kvrt.errors import BadConfig, UsageError
+from kvrt.errors import DAMAGED, BadConfig, BadSession, UsageError
 from kvrt.kv_types import head_bytes
 from kvrt.policies import SCORED, AnyPolicy, AttentionSinks, ContextShift, Policy, ScoredPolicy
 from kvrt.policies.scored.duo_attention import DuoAttention, read_streaming
@@ -22,6 +24,7 @@ from kvrt_models.spec import DecoderSpec
 from kvrt_models.tokenizer.encode import Tokenizer
 
 _Options = EvalFlags | BatchOptions | FitOptions
+_Flags = TypeVar("_Flags", bound=EvalFlags)
 _MOST_EXTENDED = 16  # times the trained length that SelfExtend is advised for
 
 
@@ -134,6 +137,54 @@ def policy_of_run(
     return ContextShift(n_keep=n_keep, **taken("ContextShift", options))
 
 
+# The policies by position as --policy names them.
+_NAMES: dict[str, tuple[str, type[ContextShift | AttentionSinks]]] = {
+    "ContextShift": ("context_shift", ContextShift),
+    "AttentionSinks": ("attention_sinks", AttentionSinks),
+}
+
+
+def follow_policy(
+    options: _Flags, said: Mapping[str, Any] | None, ids: Sequence[int], tokenizer: Tokenizer
+) -> _Flags:
+    """The options with the policy by position of a session where flags do not say otherwise.
+
+    Args:
+      options: flags, those of the session's cache among them.
+      said: the policy's name and settings; None, or a policy of the user's own, changes nothing.
+      ids: the prompt, those tokens first that the session holds.
+      tokenizer: of the model.
+
+    Raises:
+      BadSession: the policy can have no such settings.
+    """
+    sizes = dict(said or {})
+    name, kind = _NAMES.get(sizes.pop("name", ""), (None, None))
+    if kind is None or (
+        {"policy", "context_shift"} & options.given and options.policy_name != name
+    ):
+        return options
+    try:
+        if any(type(x) not in (int, NoneType) for x in sizes.values()):
+            raise BadConfig(f"whole numbers are wanted, found {sizes}")
+        kind(**sizes)
+    except (TypeError, BadConfig) as error:
+        raise BadSession(f"its policy {name}: {error}; {DAMAGED}") from error
+    flags = {k: v for k, v in sizes.items() if v is not None}
+    if n_keep := flags.pop("n_keep", 0):
+        flags["keep"] = n_keep - _begins(ids, tokenizer)
+    if name == "attention_sinks":
+        flags["policy"] = name
+    return replace(options, **{k: v for k, v in flags.items() if k not in options.given})
+
+
+def followed(before: EvalFlags, after: EvalFlags) -> str:
+    """The flags of `follow_policy` that it has changed, for a line; "" of none."""
+    names = ("policy", "keep", "n_discard", "n_sink", "n_window", "n_drop")
+    new = [(x, getattr(after, x)) for x in names if getattr(after, x) != getattr(before, x)]
+    return " ".join(f"--{name} {value}" for name, value in new)
+
+
 def policy_of_batch(options: BatchOptions | FitOptions, spec: DecoderSpec) -> AnyPolicy | None:
     """One as the flags say it, which is refused before the weights are read; lines have theirs."""
     if options.policy == "none":
@@ -206,15 +257,20 @@ def _in_bytes(n_bytes: int, spec: DecoderSpec, options: _Options) -> int:
 
 def layers_of_spec(spec: DecoderSpec, config: CacheConfig, policy: AnyPolicy | None) -> LayerKinds:
     """The layers of a model by what keeps them, before there are weights; raises BadConfig."""
-    heads = {i: spec.n_heads for g in spec.groups for i in g.all_layers}
+    heads = {i: spec.n_heads_of(i) for g in spec.groups for i in g.all_layers}
     scored = policy if isinstance(policy, ScoredPolicy) else None
     return by_kind(spec.groups, spec.recurrent, config, scored, heads)
 
 
 def n_kept(keep: int, ids: Sequence[int], tokenizer: Tokenizer) -> int:
     """Tokens of a prompt that --keep means."""
-    begins = tokenizer.add_bos and ids[0] == tokenizer.bos_id
+    begins = _begins(ids, tokenizer)
     return min(keep + begins, len(ids)) if 0 <= keep <= len(ids) else len(ids)
+
+
+def _begins(ids: Sequence[int], tokenizer: Tokenizer) -> bool:
+    """Whether the tokens begin with one that --keep does not count."""
+    return tokenizer.add_bos and ids[0] == tokenizer.bos_id
 
 
 def _sinks(options: _Options, n_ctx: int) -> AttentionSinks:

@@ -85,7 +85,7 @@ def chosen(snapshot: Snapshot, seq_id: int | None, *, whole: bool) -> int | None
     if whole:
         return None
     if seq_id is None and len(held) > 1:
-        raise UsageError(f"one sequence is wanted, the session holds {held}; name one")
+        raise UsageError(f"one sequence is wanted, the session holds {held}; name one (--seq)")
     if seq_id is not None and seq_id not in held:
         raise UsageError(f"sequence {seq_id} is wanted, the session holds {held}; name another")
     return held[0] if seq_id is None else seq_id

@@ -221,7 +221,9 @@ def _part(name: str, file: Any, group: GroupSpec, n: int, types: tuple[str, str]
 def _noted(name: str, text: str | None) -> list[int]:
     """Tokens that kvrt has noted."""
     if text is None:
-        raise BadSession(f"{name}: mlx-lm notes no tokens; give those that were evaluated")
+        raise BadSession(
+            f"{name}: mlx-lm notes no tokens; give those that were evaluated (--tokens)"
+        )
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:

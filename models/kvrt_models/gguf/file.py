@@ -68,6 +68,7 @@ class TensorInfo:
       ggml_type: name of the storage type, as in `ggml.GGML_TYPES`.
       offset: first byte, counted from the start of the file.
       n_bytes: bytes in the file.
+      path: of the file.
     """
 
     name: str
@@ -75,6 +76,7 @@ class TensorInfo:
     ggml_type: str
     offset: int
     n_bytes: int
+    path: Path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,8 @@ class GGUFFile:
     """A checked header.
 
     Attributes:
-      path: the file.
+      path: the file; of a model in several parts the first.
+      parts: all files that hold tensors.
       version: 2 or 3.
       metadata: key -> int, float, bool, str, list[str], one-dimensional NumPy array (number and
         bool arrays), or list of those (nested arrays).
@@ -90,6 +93,7 @@ class GGUFFile:
     """
 
     path: Path
+    parts: tuple[Path, ...]
     version: int
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
@@ -138,20 +142,20 @@ def read_gguf_tensor(file: GGUFFile, name: str, rows: slice | None = None) -> np
         n = rows.stop - rows.start
         shape, offset, n_bytes = (n, shape[-1]), offset + rows.start * row_bytes, n * row_bytes
     try:
-        with regular.open_file(file.path) as raw:
+        with regular.open_file(info.path) as raw:
             raw.seek(offset)
             data = np.fromfile(raw, np.uint8, n_bytes)
     except OSError as error:
-        raise BadModelFile(f"{file.path}: cannot be read: {error.strerror or error}") from error
+        raise BadModelFile(f"{info.path}: cannot be read: {error.strerror or error}") from error
     if data.size != n_bytes:
         raise BadModelFile(
-            f"{file.path}: {n_bytes} bytes of tensor {name!r} are wanted, {data.size} could be "
+            f"{info.path}: {n_bytes} bytes of tensor {name!r} are wanted, {data.size} could be "
             f"read: the file has changed since it was opened; open it again"
         )
     try:
         return ggml.to_float32(data, info.ggml_type, shape)
     except (BadModelFile, UnsupportedModel) as error:
-        raise type(error)(f"{file.path}: tensor {brief(name)}: {error}") from error
+        raise type(error)(f"{info.path}: tensor {brief(name)}: {error}") from error
 
 
 class _Parser:
@@ -177,7 +181,10 @@ class _Parser:
             metadata[key] = self._value(kind, key, depth=0)
         entries = self._tensor_table(n_tensors)
         tensors = self._place(entries, self._alignment(metadata))
-        return GGUFFile(path=self.path, version=version, metadata=metadata, tensors=tensors)
+        parts = (self.path,)
+        return GGUFFile(
+            path=self.path, parts=parts, version=version, metadata=metadata, tensors=tensors
+        )
 
     def _fixed_part(self) -> tuple[int, int, int]:
         magic = self._take(4, "the magic number")
@@ -210,19 +217,18 @@ class _Parser:
 
     def _tensor_entry(self, name: str) -> TensorInfo:
         n_dims = self._u32("a dimension count")
-        if not 1 <= n_dims <= MAX_DIMS:
-            self._fail(f"tensor {brief(name)} has {n_dims} dimensions, 1 to {MAX_DIMS} are wanted")
-        dims = [self._u64("a dimension") for _ in range(n_dims)]
+        if n_dims > MAX_DIMS:
+            self._fail(f"tensor {brief(name)} has {n_dims} dimensions, {MAX_DIMS} are allowed")
+        dims = [self._u64("a dimension") for _ in range(n_dims)] or [1]
         type_id = self._u32("a tensor type")
         offset = self._u64("a tensor offset")
         if type_id not in ggml.GGML_TYPES:
             self._fail(f"tensor {brief(name)} has the unknown ggml type {type_id}")
         kind, n_values, block_bytes = ggml.GGML_TYPES[type_id]
         total = math.prod(dims)
-        if not 0 < total < 1 << 63:
+        if max(total, *dims) >= 1 << 63:
             self._fail(
-                f"tensor {brief(name)} has the sizes {dims}: none may be 0, their product "
-                f"must stay below 2^63"
+                f"tensor {brief(name)} has the sizes {dims}: their product must stay below 2^63"
             )
         if dims[0] % n_values:
             self._fail(
@@ -235,6 +241,7 @@ class _Parser:
             ggml_type=kind,
             offset=offset,
             n_bytes=total // n_values * block_bytes,
+            path=self.path,
         )
 
     def _alignment(self, metadata: dict[str, Any]) -> int:
@@ -296,16 +303,14 @@ class _Parser:
         """The next n numbers or bools, `[n]`, copied out of the file."""
         dtype = _SCALARS[kind]
         raw = np.frombuffer(self._take(n * dtype.itemsize, f"the value of {brief(key)}"), dtype)
-        if kind != _BOOL:
-            return raw
-        if raw.size and raw.max() > 1:
-            self._fail(f"key {brief(key)} holds a bool of {raw.max()}, 0 or 1 is wanted")
-        return raw.view(np.bool_)
+        return raw != 0 if kind == _BOOL else raw
 
     def _strings(self, n: int, key: str) -> list[str]:
         """The next n strings; the loop that reads vocabularies, 0.3 microseconds a string."""
         buffer, pos, end = self.buffer, self.pos, self.most
         unpack = _U64.unpack_from
+        # A description in another encoding harms nothing; a vocabulary would be another.
+        errors = "strict" if key.startswith("tokenizer.") else "replace"
         out = []
         try:
             for _ in range(n):
@@ -315,7 +320,7 @@ class _Parser:
                 pos = start + unpack(buffer, pos)[0]
                 if pos > end:
                     self._cut_short(f"a string of {brief(key)}", pos)
-                out.append(buffer[start:pos].decode())
+                out.append(buffer[start:pos].decode(errors=errors))
         except UnicodeDecodeError as error:
             self._fail(f"a string of {brief(key)} is not UTF-8: {error.reason}")
         self.pos = pos
@@ -325,10 +330,7 @@ class _Parser:
         size = self._u64(what)
         if not 0 < size <= MAX_KEY_BYTES:
             self._fail(f"{what} has {size} bytes, 1 to {MAX_KEY_BYTES} are allowed")
-        try:
-            return self._take(size, what).decode()
-        except UnicodeDecodeError as error:
-            self._fail(f"{what} is not UTF-8: {error.reason}")
+        return self._take(size, what).decode(errors="backslashreplace")
 
     def _u32(self, what: str) -> int:
         return _U32.unpack(self._take(4, what))[0]

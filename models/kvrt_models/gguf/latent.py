@@ -11,7 +11,8 @@ from kvrt_models.layers.latent_sizes import Latent
 from kvrt_models.spec import DecoderSpec, Experts, Layers
 
 ARCH = "deepseek2"
-_SOFTMAX, _SIGMOID = 1, 2
+# Of gating functions; 1 is softmax, and so is 0, which names none.
+_SIGMOID = 2
 
 
 def latent_spec_from_gguf(
@@ -69,6 +70,8 @@ def _latent(keys: Header, tensors: Mapping[str, Any]) -> Latent:
     for name, wanted in (("attention.key_length", rank + n_rope), ("attention.value_length", rank)):
         keys.only(name, wanted)
     keys.only("attention.head_count_kv", 1)
+    # Mistral Large 3, which goes by the same name.
+    keys.only("attention.temperature_scale", 0.0)
     return Latent(
         rank=rank,
         n_rope=n_rope,
@@ -97,7 +100,7 @@ def _experts(keys: Header, tensors: Mapping[str, Any], n_layers: int) -> Experts
         return None
     n = keys.whole("expert_count", most=spec.MAX_EXPERTS)
     n_ff, shared = keys.whole("expert_feed_forward_length"), keys.whole("expert_shared_count")
-    sigmoid = keys.whole("expert_gating_func", _SOFTMAX, most=_SIGMOID) == _SIGMOID
+    sigmoid = keys.whole("expert_gating_func", 0, least=0, most=_SIGMOID) == _SIGMOID
     shares = keys.flag("expert_weights_norm", False)
     n_groups = keys.whole("expert_group_count", 1, least=0) or 1
     n_used = keys.whole("expert_used_count", most=n)

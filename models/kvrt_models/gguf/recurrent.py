@@ -1,14 +1,12 @@
 """Families with recurrent layers, from the metadata of a GGUF file as llama.cpp reads it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from kvrt.config import RopeSpec
-from kvrt.errors import BadModelFile, UnsupportedModel
+from kvrt.errors import UnsupportedModel
 from kvrt_models import spec
-from kvrt_models.header import REMEDY, Header, brief
+from kvrt_models.header import Header
 from kvrt_models.layers.ssm import SsmSpec
 from kvrt_models.spec import DecoderSpec, Experts, Layers
 
@@ -55,66 +53,54 @@ def _hybrid(
     keys: Header, arch: str, tensors: Mapping[str, Any], n_layers: int, shared: dict[str, Any]
 ) -> DecoderSpec:
     """Layers without kv heads are recurrent, the others have attention."""
-    n_embd, n_heads = shared["n_embd"], keys.whole("attention.head_count")
-    head_dim = spec.head_dim_of(keys, "attention.key_length", n_embd, n_heads)
+    n_embd, n_heads = shared["n_embd"], keys.by_layer("attention.head_count", n_layers, least=0)
+    head_dim = spec.head_dim_of(keys, "attention.key_length", n_embd, max(*n_heads, 1))
     for key, value in {"attention.value_length": head_dim, "attention.causal": True}.items():
         keys.only(key, value)
-    kv_heads = _kv_heads(keys, n_layers)
+    kv_heads = keys.by_layer("attention.head_count_kv", n_layers, n_heads, least=0)
+    n_ff = keys.by_layer("feed_forward_length", n_layers)
     attention = tuple(i for i, n in enumerate(kv_heads) if n)
     rest = tuple(i for i, n in enumerate(kv_heads) if not n)
     of_layer = f"blk.{attention[0]}." if attention else ""
     rope = None if arch == "jamba" else _rope(keys, tensors, head_dim)
     return spec.build(
         layers=[Layers(ids=attention, rope=rope)],
-        n_ff=keys.whole("feed_forward_length"),
+        n_ff=n_ff,
         n_heads=n_heads,
-        n_kv_heads=max(*kv_heads, 1),
+        n_kv_heads=kv_heads,
         head_dim=head_dim,
         qkv_bias=f"{of_layer}attn_q.bias" in tensors,
         out_bias=f"{of_layer}attn_output.bias" in tensors,
         ffn_bias="blk.0.ffn_gate.bias" in tensors,
-        experts=_experts(keys, arch, tensors, n_layers),
+        experts=_experts(keys, arch, tensors, n_ff),
         ssm=_ssm(keys, arch, rest, tensors) if rest else None,
         **(_granite(keys) if arch == "granitehybrid" else {}),
         **shared,
     )
 
 
-def _experts(keys: Header, arch: str, tensors: Mapping[str, Any], n_layers: int) -> Experts | None:
+def _experts(
+    keys: Header, arch: str, tensors: Mapping[str, Any], widths: Sequence[int]
+) -> Experts | None:
     """Mixtures in the layers that have a router; Granite's stand beside a shared network."""
-    layers = tuple(i for i in range(n_layers) if f"blk.{i}.ffn_gate_inp.weight" in tensors)
+    layers = tuple(i for i in range(len(widths)) if f"blk.{i}.ffn_gate_inp.weight" in tensors)
     if not layers:
         return None
+    n_ff = {widths[i] for i in layers}
+    if len(n_ff) > 1:
+        raise UnsupportedModel(
+            f"{arch} with experts of {len(n_ff)} widths in its layers is not supported; only of one"
+        )
     n_experts = keys.whole("expert_count", most=spec.MAX_EXPERTS)
     granite = arch == "granitehybrid"
     return Experts(
         layers=layers,
         n_experts=n_experts,
         n_used=keys.whole("expert_used_count", most=n_experts),
-        n_ff=keys.whole("feed_forward_length"),
+        n_ff=n_ff.pop(),
         scoring="softmax" if granite else "share",
         n_ff_shared=keys.whole("expert_shared_feed_forward_length", 0, least=0) if granite else 0,
     )
-
-
-def _kv_heads(keys: Header, n_layers: int) -> list[int]:
-    """Kv heads of each layer, 0 or one number for all."""
-    name = "attention.head_count_kv"
-    value = keys.values.get(keys.prefix + name)
-    if not isinstance(value, (list, np.ndarray)):
-        return [keys.whole(name, least=0)] * n_layers
-    counts = [int(n) if isinstance(n, (int, np.integer)) else -1 for n in value]
-    if len(counts) != n_layers or min(counts) < 0:
-        raise BadModelFile(
-            f"the model's header is damaged: {keys.prefix + name!r} is {brief(value)}, {n_layers} "
-            f"whole numbers are wanted; {REMEDY}"
-        )
-    if len(set(counts) - {0}) > 1:
-        raise UnsupportedModel(
-            f"{keys.prefix + name!r} differs among the layers with attention, which is not "
-            "supported; only one number beside 0"
-        )
-    return counts
 
 
 def _granite(keys: Header) -> dict[str, Any]:

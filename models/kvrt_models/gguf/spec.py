@@ -5,12 +5,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from kvrt.config import RopeSpec
 from kvrt.errors import BadConfig, BadModelFile, UnsupportedModel
 from kvrt_models import spec
 from kvrt_models.gguf import latent
 from kvrt_models.gguf import recurrent as gguf_recurrent
-from kvrt_models.header import REMEDY, Header, brief, is_number
+from kvrt_models.header import REMEDY, Header, brief, check_known, is_number
 from kvrt_models.spec import Clamped, DecoderSpec, Experts, Layers
 
 ARCHS = (
@@ -39,7 +41,7 @@ def spec_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> D
       BadModelFile: a key is missing, of the wrong type, or contradicts another or the tensors.
     """
     arch = Header(metadata).text("general.architecture")
-    spec.check_known(arch, "architecture {} of this GGUF", ARCHS)
+    check_known(arch, "architecture {} of this GGUF", ARCHS)
     keys = Header(metadata, f"{arch}.")
     if arch in gguf_recurrent.ARCHS:
         n_vocab = _shape(tensors, "token_embd.weight")[0]
@@ -54,22 +56,22 @@ def spec_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> D
 
 def _attention_spec(keys: Header, arch: str, tensors: Mapping[str, Any]) -> DecoderSpec:
     """A spec without recurrent layers."""
-    n_embd, n_heads = keys.whole("embedding_length"), keys.whole("attention.head_count")
-    head_dim = spec.head_dim_of(keys, "attention.key_length", n_embd, n_heads)
+    n_layers = keys.whole("block_count", most=spec.MAX_LAYERS)
+    n_embd, n_heads = keys.whole("embedding_length"), _n_heads(keys, n_layers)
+    head_dim = spec.head_dim_of(keys, "attention.key_length", n_embd, n_heads[0])
     usual = {"attention.value_length": head_dim, "attention.causal": True}
     usual |= {} if arch == "gpt-oss" else {"expert_count": 0}
     for key, value in usual.items():
         keys.only(key, value)
     rope = _rope(keys, tensors, arch, head_dim)
-    n_layers = keys.whole("block_count", most=spec.MAX_LAYERS)
     family = {"gemma2": _gemma2, "gemma3": _gemma3, "gpt-oss": _gpt_oss}.get(arch, _plain)
     return spec.build(
         arch=arch,
         n_vocab=_shape(tensors, "token_embd.weight")[0],
         n_embd=n_embd,
-        n_ff=keys.whole("feed_forward_length"),
+        n_ff=keys.by_layer("feed_forward_length", n_layers),
         n_heads=n_heads,
-        n_kv_heads=keys.whole("attention.head_count_kv", n_heads),
+        n_kv_heads=keys.by_layer("attention.head_count_kv", n_layers, n_heads),
         head_dim=head_dim,
         norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
         n_ctx_train=keys.whole("context_length"),
@@ -80,6 +82,10 @@ def _attention_spec(keys: Header, arch: str, tensors: Mapping[str, Any]) -> Deco
         qk_norm=arch == "gemma3" or "blk.0.attn_q_norm.weight" in tensors,
         **family(keys, arch, n_layers, rope),
     )
+
+
+def _n_heads(keys: Header, n_layers: int) -> tuple[int, ...]:
+    return keys.by_layer("attention.head_count", n_layers)
 
 
 def with_freq_factors(of: DecoderSpec, factors: tuple[float, ...]) -> DecoderSpec:
@@ -115,13 +121,8 @@ def _plain(keys: Header, arch: str, n_layers: int, rope: RopeSpec) -> dict[str, 
 
 
 def _window(keys: Header, arch: str) -> int:
+    """Tokens that every layer sees, 0 for all; a qwen's layers see all, as in llama.cpp."""
     window = keys.whole("attention.sliding_window", 0, least=0)
-    # A window as long as the context hides nothing; which layers a shorter one means is not said.
-    if arch != "llama" and 0 < window < keys.whole("context_length"):
-        raise UnsupportedModel(
-            f"{arch} with a sliding window of {window} tokens is not supported; take a model "
-            "without one"
-        )
     return window if arch == "llama" else 0
 
 
@@ -167,8 +168,6 @@ def _gpt_oss(keys: Header, arch: str, n_layers: int, rope: RopeSpec) -> dict[str
 
     Source: llama.cpp `openai-moe.cpp`; its SwiGLU has constants, and its YaRN whole pairs.
     """
-    keys.only("expert_shared_count", 0)
-    keys.only("expert_weights_scale", 0.0, 1.0)
     window = keys.whole("attention.sliding_window")
     windowed, full = _windowed_and_full(keys, n_layers, window, 2)
     own = dataclasses.replace(rope, base=keys.number("rope.freq_base_swa", rope.base))
@@ -192,19 +191,26 @@ def _gpt_oss(keys: Header, arch: str, n_layers: int, rope: RopeSpec) -> dict[str
 def _windowed_and_full(
     keys: Header, n_layers: int, window: int, period: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Windowed layers and full ones, one full in every period; a period of 0 makes none full."""
-    period = keys.whole("attention.sliding_window_pattern", period, least=0)
-    is_windowed = [window > 0 and (period == 0 or (i + 1) % period > 0) for i in range(n_layers)]
-    ids = range(n_layers)
-    return tuple(i for i in ids if is_windowed[i]), tuple(i for i in ids if not is_windowed[i])
+    """Windowed layers and full ones: as a list says, or one full in every period.
+
+    A period of 0 makes none full.
+    """
+    key, ids = "attention.sliding_window_pattern", range(n_layers)
+    if isinstance(keys.values.get(keys.prefix + key), (list, np.ndarray)):
+        has_window = list(map(bool, keys.by_layer(key, n_layers, least=0)))
+    else:
+        period = keys.whole(key, period, least=0)
+        has_window = [period == 0 or (i + 1) % period > 0 for i in ids]
+    windowed = tuple(i for i in ids if window > 0 and has_window[i])
+    return windowed, tuple(i for i in ids if i not in windowed)
 
 
 def _gemma(keys: Header, arch: str, n_layers: int, logit_cap: float) -> dict[str, Any]:
     """Scales and caps; scores of the 27B are divided by the root of width over heads."""
-    n_embd, n_heads = keys.whole("embedding_length"), keys.whole("attention.head_count")
+    n_embd, n_heads = keys.whole("embedding_length"), _n_heads(keys, n_layers)
     large = n_layers == _GEMMA_27B_LAYERS[arch]
     return dict(
-        scale=math.sqrt(n_heads / n_embd) if large else None, **spec.gemma(n_embd, logit_cap)
+        scale=math.sqrt(n_heads[0] / n_embd) if large else None, **spec.gemma(n_embd, logit_cap)
     )
 
 
@@ -233,7 +239,7 @@ def _check_factors(tensors: Mapping[str, Any], arch: str, n_rot: int) -> None:
 def _rope(keys: Header, tensors: Mapping[str, Any], arch: str, head_dim: int) -> RopeSpec:
     """RoPE as llama.cpp reads it, where a factor without a type is linear.
 
-    YaRN's ramp is the file's own; llama.cpp reads `yarn_beta_*` for a few other families only.
+    YaRN's ramp is the file's own, see `departures`.
     """
     kind = keys.text("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn"):
@@ -242,14 +248,10 @@ def _rope(keys: Header, tensors: Mapping[str, Any], arch: str, head_dim: int) ->
         )
     old = keys.number("rope.scale_linear", 0.0, zero=True)
     factor = keys.number("rope.scaling.factor", old, zero=True) or 1.0
-    keys.only("rope.scaling.alpha", 0.0)
-    keys.only("rope.scaling.yarn_ext_factor", -1.0, 1.0 if kind == "yarn" else 0.0)
-    keys.only("rope.scaling.yarn_attn_factor", 1.0)
-    if arch != latent.ARCH:
-        keys.only("rope.scaling.yarn_log_multiplier", 0.0)
     gain = keys.number("rope.scaling.attn_factor", 1.0)
-    # With it scores grow by the square instead.
-    apart = keys.number("rope.scaling.yarn_log_multiplier", 0.0, zero=True) > 0
+    # With it scores of latents grow by the square instead.
+    multiplier = "rope.scaling.yarn_log_multiplier"
+    apart = arch == latent.ARCH and keys.number(multiplier, 0.0, zero=True) > 0
     gain *= spec.yarn_magnitude(factor) if kind == "yarn" and not apart else 1.0
     trained = keys.whole("context_length")
     n_rot = keys.whole("rope.dimension_count", head_dim, most=spec.MAX_HEAD_DIM)

@@ -4,6 +4,7 @@ Source: transformers `modeling_deepseek_v2` and `modeling_deepseek_v3`.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from kvrt.config import Indexed
@@ -18,6 +19,8 @@ _V3 = ("deepseek_v3", "deepseek_v32")
 # The family whose queries choose what they read, and what its files call such a layer.
 INDEXED = "deepseek_v32"
 _INDEXED_LAYER = "indexed_attention"
+# Experts that all published DeepSeek-V2 take for a token; transformers has no default.
+_N_USED_V2 = 6
 
 
 def deepseek(keys: Header, arch: str, n_layers: int, head_dim: int) -> dict[str, Any]:
@@ -50,8 +53,22 @@ def deepseek(keys: Header, arch: str, n_layers: int, head_dim: int) -> dict[str,
         head_dim=latent.rank + latent.n_rope,
         scale=_scale(keys, latent.n_nope + latent.n_rope),
         latent=dataclasses.replace(latent, indexer=indexer),
-        experts=_experts(keys, arch, tuple(range(first, n_layers))) if first < n_layers else None,
+        experts=_experts(keys, arch, tuple(range(first, n_layers)))
+        if first < n_layers and not _is_null(keys, "n_routed_experts")
+        else None,
     )
+
+
+def notes(config: Mapping[str, Any], experts: Experts | None) -> tuple[str, ...]:
+    """What a reader of config.json has to guess, for people."""
+    key = "num_experts_per_tok"
+    if config.get("model_type") != "deepseek_v2" or experts is None or Header(config).has(key):
+        return ()
+    return (f"config.json has no {key!r}; {_N_USED_V2} are taken, as by all published DeepSeek-V2",)
+
+
+def _is_null(keys: Header, key: str) -> bool:
+    return key in keys.values and not keys.has(key)
 
 
 def _indexer(keys: Header, latent: Latent) -> Indexer:
@@ -114,8 +131,7 @@ def _with_index_keys(kind: Layers, of: Indexer) -> list[Layers]:
 
 def _q_rank(keys: Header) -> int:
     """Null means that queries come from the stream; a missing key means 1536."""
-    null = "q_lora_rank" in keys.values and not keys.has("q_lora_rank")
-    return 0 if null else keys.whole("q_lora_rank", 1536)
+    return 0 if _is_null(keys, "q_lora_rank") else keys.whole("q_lora_rank", 1536)
 
 
 def _scale(keys: Header, width: int) -> float:
@@ -131,9 +147,12 @@ def _scale(keys: Header, width: int) -> float:
 
 def _experts(keys: Header, arch: str, layers: tuple[int, ...]) -> Experts:
     """Routing as transformers has it: V2 without renormalised weights, whatever the file says."""
-    n = keys.whole("n_routed_experts", most=spec.MAX_EXPERTS)
-    n_used, n_ff = keys.whole("num_experts_per_tok", most=n), keys.whole("moe_intermediate_size")
-    n_shared = keys.whole("n_shared_experts", 2 if arch == "deepseek_v2" else 1, least=0)
+    v2 = arch == "deepseek_v2"
+    n = keys.whole("n_routed_experts", 64 if v2 else 256, most=spec.MAX_EXPERTS)
+    n_used = keys.whole("num_experts_per_tok", _N_USED_V2 if v2 else 8, most=n)
+    n_ff = keys.whole("moe_intermediate_size", 1407 if v2 else 2048)
+    is_alone = _is_null(keys, "n_shared_experts")
+    n_shared = 0 if is_alone else keys.whole("n_shared_experts", 2 if v2 else 1, least=0)
     n_groups, n_open, scoring = 1, 1, "share"
     by_group = arch in _V3
     if arch in _V3:
@@ -152,7 +171,7 @@ def _experts(keys: Header, arch: str, layers: tuple[int, ...]) -> Experts:
         n_ff=n_ff,
         scoring=scoring,
         n_ff_shared=n_ff * n_shared,
-        scale=keys.number("routed_scaling_factor", 1.0 if arch == "deepseek_v2" else 2.5),
+        scale=keys.number("routed_scaling_factor", 1.0 if v2 else 2.5),
         n_groups=n_groups,
         n_groups_used=n_open,
         choice_bias=arch in _V3,

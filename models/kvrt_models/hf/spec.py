@@ -6,7 +6,7 @@ from typing import Any
 
 from kvrt.errors import UnsupportedModel
 from kvrt_models import spec
-from kvrt_models.header import Header, brief
+from kvrt_models.header import Header, brief, check_known
 from kvrt_models.hf import experts as hf_experts
 from kvrt_models.hf import hybrid as hf_hybrid
 from kvrt_models.hf import latent as hf_latent
@@ -67,7 +67,7 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
             f"model type {arch!r} of config.json has parts for pictures and sound, which are not "
             f"supported; take its text model, of type {_WITH_PICTURES[arch]}"
         )
-    spec.check_known(arch, "model type {} of config.json", ARCHS)
+    check_known(arch, "model type {} of config.json", ARCHS)
     _refuse_quantized(keys)
     if arch in hf_recurrent.ARCHS:
         return hf_recurrent.recurrent_spec_from_config(keys, arch)

@@ -71,8 +71,6 @@ _LATENT_NAMES = {
 _OF_HEADS = ("attn_q", "attn_k", "attn_v", "attn_q_norm", "attn_k_norm")
 # Decoder's names that the GGUF of a family has otherwise.
 _GGUF_NAMES = {"gpt-oss": {"ffn_norm": "post_attention_norm"}}
-# What stands before the names of the text part in models of several kinds of input.
-_HF_PREFIXES = {"llama4": "language_model."}
 # Networks without experts, as published and as transformers writes them.
 _OTHER_HF_NAMES = {"kimi_linear": (".mlp.", ".block_sparse_moe.")}
 _TOP_NAMES = {
@@ -167,7 +165,8 @@ def tensor_shape(of: DecoderSpec, name: str) -> tuple[int, ...]:
     _, layer, kind, what = name.split(".")
     group = None if of.is_recurrent(int(layer)) else of.group_of(int(layer))
     d, n_kv_heads = (group.head_dim, group.n_kv_heads) if group else (0, 0)
-    q, kv, n_ff = of.n_heads * d, n_kv_heads * d, of.n_ff_of(int(layer))
+    n_heads = of.n_heads_of(int(layer))
+    q, kv, n_ff = n_heads * d, n_kv_heads * d, of.n_ff_of(int(layer))
     width = of.layer_inputs.width if of.layer_inputs else 0
     wide = {
         "attn_q": (2 * q if of.attn_gate else q, of.n_embd),
@@ -188,7 +187,7 @@ def tensor_shape(of: DecoderSpec, name: str) -> tuple[int, ...]:
     wide |= _latent_shapes(of) if of.latent else {}
     if kind in wide:
         return wide[kind] if what == "weight" else wide[kind][:1]
-    return {"attn_q_norm": (d,), "attn_k_norm": (d,), "attn_sinks": (of.n_heads,)}.get(
+    return {"attn_q_norm": (d,), "attn_k_norm": (d,), "attn_sinks": (n_heads,)}.get(
         kind, (of.n_embd,)
     )
 
@@ -260,21 +259,20 @@ def gguf_name(of: DecoderSpec, name: str) -> str:
 
 def hf_names(of: DecoderSpec, name: str) -> list[str]:
     """What Hugging Face calls the tensor of this GGUF name, or the tensors that make it up."""
-    prefix = hf_prefix(of)
     if _is_mamba(of) and name == "output_norm.weight":
         return ["model.final_layernorm.weight"]
     top = _TOP_NAMES | _LAYER_INPUT_NAMES | _stream_names(of)
     if name in top:
-        return [prefix + top[name]]
+        return [top[name]]
     if of.ssm and ssm.is_recurrent(name):
         layer = name.split(".")[1]
         return [f"model.layers.{layer}.{called}" for called in ssm.ssm_hf_names(of.ssm, name)]
     _, layer, kind, what = name.split(".")
-    at = f"{prefix}model.layers.{int(layer) - sum(x < int(layer) for x in of.producers)}."
+    at = f"model.layers.{int(layer) - sum(x < int(layer) for x in of.producers)}."
     if expert_tensors.is_experts(kind):
         return [at + called for called in expert_tensors.expert_hf_names(of, kind, what)]
     if int(layer) in of.producers:
-        return [f"{prefix}model.{_PRODUCER_NAMES[kind]}.{what}"]
+        return [f"model.{_PRODUCER_NAMES[kind]}.{what}"]
     called = at + _block_names(of)[kind]
     bare = kind in ("attn_sinks", "layer_output_scale", "altup_correct_scale")
     return [called if bare else f"{called}.{what}"]
@@ -284,11 +282,6 @@ def other_hf_names(of: DecoderSpec, names: Sequence[str]) -> list[str]:
     """What a folder of the same family may have in place of `hf_names`: often the same."""
     before, after = _OTHER_HF_NAMES.get(of.arch, ("", ""))
     return [name.replace(before, after) for name in names]
-
-
-def hf_prefix(of: DecoderSpec) -> str:
-    """What stands before every name of `hf_names`."""
-    return _HF_PREFIXES.get(of.arch, "")
 
 
 def tensor_from_hf(of: DecoderSpec, name: str, parts: Sequence[np.ndarray]) -> np.ndarray:

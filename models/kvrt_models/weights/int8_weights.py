@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from kvrt.errors import SaveError, UsageError, reason
+from kvrt.errors import BadModelFile, SaveError, UsageError, reason
 from kvrt.files import atomic
 from kvrt.files.cache_folder import private_folder
 from kvrt_models import hub
@@ -44,12 +44,12 @@ class Watch:
     Attributes:
       tell: gets a line about what went otherwise than it should.
       show: gets matrices that are quantized, and how many there are.
-      measure: is called before products are measured, once a machine.
+      digest: is called before all bytes of a file are read, which its first start does.
     """
 
     tell: Callable[[str], None] = lambda line: None
     show: Callable[[int, int], None] = lambda n, n_all: None
-    measure: Callable[[], None] = lambda: None
+    digest: Callable[[], None] = lambda: None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,9 @@ def open_or_make(source: WeightSource, name: str, watch: Watch) -> Made:
     """
     maker = _Maker(source, watch)
     try:
-        path = private_folder(FOLDER) / f"{_plain(name)}-{maker.of['source'][:16]}.safetensors"
+        folder = private_folder(FOLDER)
+        maker.of = {"source": source.digest(folder, watch.digest), "rule": _rule(source)}
+        path = folder / f"{_plain(name)}-{maker.of['source'][:16]}.safetensors"
         file = maker.opened(path) or maker.made(path)
     except (OSError, UsageError, SaveError) as error:
         why = reason(error) if isinstance(error, OSError) else str(error)
@@ -99,12 +101,12 @@ def kept_bytes() -> tuple[Path, int]:
 
 
 class _Maker:
-    """Quantizes the weights of one source."""
+    """Quantizes the weights of one source; `of` is what a kept file is of, if there can be any."""
 
     def __init__(self, source: WeightSource, watch: Watch):
         self.source, self.watch = source, watch
         self.parts = weight_parts(source.spec)
-        self.of = {"source": source.digest(), "rule": _rule(source)}
+        self.of: dict[str, str] = {}
         self.model = os.path.commonpath([path.absolute() for path in source.files])
 
     def opened(self, path: Path) -> KeptFile | None:
@@ -148,6 +150,7 @@ class _Maker:
         """A weight read from the source once more."""
         with ThreadPoolExecutor(_N_THREADS) as pool:
             found = self._rounded(name, pool)
+        self._check_unchanged()
         # NumPy's arrays stand for those of a device until they are bound to one.
         weight: Any = found.matrix if isinstance(found, Rounded) else found
         return weight
@@ -165,6 +168,7 @@ class _Maker:
             out.add(name, np.asarray(x))
 
         self._each(add, in_bf16)
+        self._check_unchanged()
         out.finish({**self.of, "model": self.model, "in_bf16": json.dumps(in_bf16)})
 
     def _each(self, take: Callable[[str, Any], None], in_bf16: dict[str, str]) -> None:
@@ -189,6 +193,11 @@ class _Maker:
         if self._is_matrix(name):
             return round_matrix(self.source, tensors, pool)
         return self.source.weight(tensors)
+
+    def _check_unchanged(self) -> None:
+        """Refuses weights of files that have changed since they were digested."""
+        if self.source.digest(private_folder(FOLDER)) != self.of["source"]:
+            raise BadModelFile(f"{self.model}: changed while it was read; start again")
 
     def _is_matrix(self, name: str) -> bool:
         return is_matrix(name, weight_shape(self.source.spec, self.parts[name]))

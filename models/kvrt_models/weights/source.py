@@ -1,7 +1,6 @@
 """Where the weights of a model are read from: a GGUF file or a folder, by tensor or by rows."""
 
 import dataclasses
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,11 @@ import numpy as np
 import xxhash
 
 from kvrt.arrays import Float
-from kvrt.errors import BadModelFile, reason
-from kvrt.files import regular
+from kvrt.errors import BadModelFile
+from kvrt_models.file_digest import kept_digest
 from kvrt_models.gguf import file as gguf
+from kvrt_models.gguf.departures import departures
+from kvrt_models.hf import latent as hf_latent
 from kvrt_models.hf import safetensors
 from kvrt_models.hf import spec as hf_spec
 from kvrt_models.layers import expert_tensors, ssm
@@ -21,8 +22,6 @@ from kvrt_models.spec import DecoderSpec
 
 # Gives rows [start, end) of a tensor, counted over all axes but the last.
 Rows = Callable[[int, int], Float[np.ndarray, "R I"]]
-# Of each file, what a digest samples beside its size and time.
-_N_SAMPLES, _SAMPLE_BYTES = 64, 1 << 14
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,13 +32,17 @@ class WeightSource:
       spec: of the decoder.
       tensor: reads a tensor by its GGUF name.
       rows: opens a tensor to be read by rows.
+      called: what the files call a tensor, or those that it is made of.
       files: that hold the tensors.
+      notes: lines about the description, for people.
     """
 
     spec: DecoderSpec
     tensor: Callable[[str], np.ndarray]
     rows: Callable[[str], Rows]
+    called: Mapping[str, Sequence[str]]
     files: tuple[Path, ...]
+    notes: tuple[str, ...] = ()
 
     def whole(self, name: str) -> np.ndarray:
         """A tensor of the shape that the description wants.
@@ -48,7 +51,7 @@ class WeightSource:
           BadModelFile: it has another, or cannot be read.
         """
         x = self.tensor(name)
-        check_shape(name, x.shape, tensor_shape(self.spec, name))
+        check_shape(self.called[name], x.shape, tensor_shape(self.spec, name))
         return x
 
     def weight(self, names: Sequence[str], dtype: Any = None) -> np.ndarray:
@@ -57,20 +60,15 @@ class WeightSource:
         found = found if dtype is None else [x.astype(dtype) for x in found]
         return found[0] if len(found) == 1 else np.concatenate(found)
 
-    def digest(self) -> str:
-        """xxh3-128 of the files' names, sizes, times of change and samples of their bytes.
-
-        Reading all of a model would take longer than what is kept by this digest saves.
+    def digest(self, folder: Path, begin: Callable[[], None] = lambda: None) -> str:
+        """xxh3-128 of the files' names and of all their bytes; see `kept_digest`.
 
         Raises:
-          BadModelFile: a file cannot be read.
+          BadModelFile: a file cannot be read, or changes meanwhile.
         """
         hashed = xxhash.xxh3_128()
         for path in sorted(self.files):
-            try:
-                _add_file(hashed, path)
-            except OSError as error:
-                raise BadModelFile(f"{path}: cannot be read: {reason(error)}") from error
+            hashed.update(f"{path.name}\0{kept_digest(path, folder, begin)}\0".encode())
         return hashed.hexdigest()
 
 
@@ -87,7 +85,9 @@ def gguf_source(
         spec=spec,
         tensor=lambda name: gguf.read_gguf_tensor(file, names[name][0]),
         rows=rows,
-        files=(file.path,),
+        called=names,
+        files=file.parts,
+        notes=departures(file.metadata),
     )
 
 
@@ -112,34 +112,32 @@ def folder_source(
                 folder, called, slice(start, end)
             )
         x = tensor(name)
-        check_shape(name, x.shape, shape)
+        check_shape(names[name], x.shape, shape)
         flat = x.reshape(-1, x.shape[-1])
         return lambda start, end: flat[start:end]
 
     files = tuple(dict.fromkeys(folder.tensors[part] for many in names.values() for part in many))
-    return WeightSource(spec=spec, tensor=tensor, rows=rows, files=files)
+    return WeightSource(
+        spec=spec,
+        tensor=tensor,
+        rows=rows,
+        called=names,
+        files=files,
+        notes=hf_latent.notes(folder.config, spec.experts),
+    )
 
 
-def check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
-    """Refuses a tensor of another shape than the description's.
+def check_shape(called: Sequence[str], found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    """Refuses a tensor of another shape than the description's, by its names in the files.
 
     Raises:
       BadModelFile: it has one.
     """
     if found != wanted:
-        raise BadModelFile(f"tensor {name!r} has shape {found}, {wanted} wanted")
+        others = f" with {len(called) - 1} more" if len(called) > 1 else ""
+        raise BadModelFile(f"tensor {called[0]!r}{others} has shape {found}, {wanted} wanted")
 
 
 def _is_stored_so(name: str) -> bool:
     """Whether `tensor_from_hf` leaves a tensor as the folder has it."""
     return not ssm.is_recurrent(name) and not expert_tensors.is_experts(name.split(".")[-2])
-
-
-def _add_file(hashed: xxhash.xxh3_128, path: Path) -> None:
-    with regular.open_file(path) as file:
-        status = os.fstat(file.fileno())
-        hashed.update(f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
-        last = max(status.st_size - _SAMPLE_BYTES, 0)
-        for i in range(_N_SAMPLES):
-            file.seek(last * i // (_N_SAMPLES - 1))
-            hashed.update(file.read(_SAMPLE_BYTES))

@@ -4,9 +4,9 @@ import datetime
 import json
 
 from kvrt.cli.flags.session_files import LsOptions
+from kvrt.cli.library import survey
 from kvrt.cli.process import output
 from kvrt.cli.report.tables import table
-from kvrt.cli.session import folder
 from kvrt.errors import BadSession, KvrtError
 from kvrt.session.library.entries import Entry
 
@@ -18,15 +18,16 @@ def execute(options: LsOptions) -> int:
       UsageError: it is no folder.
       BadSession: the index is damaged.
     """
-    library = folder.open_library(options.folder)
+    library = survey.open_library(options.folder)
     if options.rebuild:
         refused = library.rebuild().refused
         entries = library.entries()
     else:
-        found = folder.survey(library)
+        found = survey.survey(library)
         entries, refused = found.entries, found.refused
         try:
-            folder.take_in(library, found)
+            if found.is_news:
+                library.take_in(entries, found.contents)
         except BadSession:
             raise
         except KvrtError as error:
