@@ -10,9 +10,14 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
-from kvrt.cache_rules import check_checkpoints, check_types
+from kvrt.config_rules import (
+    check_checkpoints,
+    check_indexed,
+    check_latent,
+    check_shared,
+    check_types,
+)
 from kvrt.errors import BadConfig
-from kvrt.group_rules import check_indexed, check_latent, check_shared
 from kvrt.kv_types import (
     CHANNEL_CODECS,
     CODECS,

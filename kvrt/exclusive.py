@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from kvrt.errors import Busy, UsageError
 from kvrt.jax_settings import own_settings
-from kvrt.whole_numbers import plain
+from kvrt.whole_numbers import python_int
 
 T = TypeVar("T")
 # The attribute of a guarded object that holds its guard.
@@ -217,5 +217,5 @@ def _guarded(method: Callable[..., Any], name: str, reads: bool) -> Callable[...
 def _plain(x: Any) -> Any:
     """NumPy's integers as Python's, which go into JSON and wrap at no size."""
     if isinstance(x, Mapping):
-        return {plain(k): plain(v) for k, v in x.items()}
-    return plain(x)
+        return {python_int(k): python_int(v) for k, v in x.items()}
+    return python_int(x)

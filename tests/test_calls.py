@@ -239,3 +239,17 @@ def test_no_file_refers_to_a_page_that_is_not_here():
         if name not in pages and path != Path(__file__)
     }
     assert not lost
+
+
+def test_a_folder_of_programs_that_was_chosen_stays(tmp_path):
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    try:
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 7)
+        assert kvrt.keep_programs() == tmp_path
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path)
+        assert jax.config.jax_persistent_cache_min_compile_time_secs == 7
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)

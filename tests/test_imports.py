@@ -12,7 +12,7 @@ from importgraph import MODELS, ROOT, imports, module_files, module_name
 ORDER = """
     errors
     arrays whole_numbers
-    kv_types group_rules cache_rules select_spec state_arrays
+    kv_types config_rules select_spec state_arrays
     config
     sizes
     files jax_settings

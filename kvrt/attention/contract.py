@@ -164,7 +164,7 @@ class Decoder(Protocol):
         """Returns the logits of tokens `out_ids` of the step, calling `attend` once a layer.
 
         `out_ids` may be empty where the last layers only read the keys and values of others: these
-        have nothing to do then.
+        have nothing to do then. Name all sizes of a reshape, for -1 beside 0 is undefined.
         """
         ...
 

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from kvrt.arrays import TokenIds
 from kvrt.config import MAX_POS, CacheConfig, GroupSpec, SelfExtend
 from kvrt.drafts.drafter import Speculation
 from kvrt.errors import BadConfig, BadRange, BadToken, CacheFull
@@ -42,7 +43,7 @@ def settled(model: Any, config: Any, policy: Any) -> CacheConfig:
     return config.for_platform(jax.default_backend())
 
 
-def token_ids(tokens: Sequence[int], n_vocab: int) -> np.ndarray:
+def token_ids(tokens: TokenIds, n_vocab: int) -> np.ndarray:
     """The tokens as int32[T].
 
     Raises:

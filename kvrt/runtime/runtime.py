@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jax.sharding import Mesh
 
-from kvrt.arrays import Array, Float, Int32
+from kvrt.arrays import Array, Float, Int32, TokenIds
 from kvrt.attention.contract import Decoder
 from kvrt.cache import capture, checks
 from kvrt.cache.cell_cache import open_cell_cache
@@ -170,7 +170,7 @@ class Runtime(SequenceEdits):
 
     def append(
         self,
-        tokens: Sequence[int],
+        tokens: TokenIds,
         seq_id: int = 0,
         *,
         out_ids: Sequence[int] | None = None,
@@ -195,7 +195,7 @@ class Runtime(SequenceEdits):
         progress = progress and self._exclusive.callback(progress)
         return self._stepper.append(tokens, seq_id, out_ids, progress)
 
-    def fill(self, tokens: Sequence[int], seq_id: int, pos: int) -> None:
+    def fill(self, tokens: TokenIds, seq_id: int, pos: int) -> None:
         """Evaluates tokens at positions [pos, pos + n) of a sequence, where it holds nothing.
 
         They see what stands before them; what stands behind them was computed without them.
@@ -226,7 +226,7 @@ class Runtime(SequenceEdits):
         self.programs.bind(model)
 
     def prefill(
-        self, tokens: Sequence[int], seq_id: int = 0, *, progress: Progress | None = None
+        self, tokens: TokenIds, seq_id: int = 0, *, progress: Progress | None = None
     ) -> Float[Array, " V"]:
         """`append` of a prompt; the logits of its last token."""
         progress = progress and self._exclusive.callback(progress)
@@ -239,7 +239,7 @@ class Runtime(SequenceEdits):
         """
         return self._stepper.decode(tokens)
 
-    def probe(self, tokens: Sequence[int], seq_id: int = 0) -> Float[Array, "T V"]:
+    def probe(self, tokens: TokenIds, seq_id: int = 0) -> Float[Array, "T V"]:
         """Logits of tokens after the end of a sequence, which stays as it is.
 
         Nothing is dropped for them: they stand behind the end, even where a policy would make room.
@@ -288,7 +288,7 @@ class Runtime(SequenceEdits):
     # --- chunks that were computed alone ---------------------------------------------------------
 
     def chunk(
-        self, tokens: Sequence[int], lead: Sequence[int] = (), begun: Snapshot | None = None
+        self, tokens: TokenIds, lead: TokenIds = (), begun: Snapshot | None = None
     ) -> CachedChunk:
         """Computes a text alone, in a sequence that is empty before and after, for `blend`.
 
@@ -310,7 +310,7 @@ class Runtime(SequenceEdits):
     def blend(
         self,
         chunks: Sequence[CachedChunk | StoredChunk],
-        suffix: Sequence[int],
+        suffix: TokenIds,
         spec: BlendSpec | None = None,
         seq_id: int = 0,
     ) -> Blended:

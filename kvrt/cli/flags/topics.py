@@ -165,6 +165,9 @@ _ENVIRONMENT = """\
   KVRT_CACHE       the folder for fetched models, compiled programs and
                    weights of int8; without it kvrt in XDG_CACHE_HOME
                    or ~/.cache
+  JAX_COMPILATION_CACHE_DIR
+                   another folder for compiled programs;
+                   JAX_ENABLE_COMPILATION_CACHE=0 keeps none
   JAX_PLATFORMS    cpu, cuda, rocm or tpu in place of what JAX finds
   Other variables of JAX that would change results (JAX_ENABLE_X64,
   JAX_DEFAULT_PRNG_IMPL, JAX_DEFAULT_MATMUL_PRECISION, ...) change none.
