@@ -11,7 +11,7 @@ import numpy as np
 from kvrt import Runtime
 from kvrt.cli.process import output
 from kvrt.cli.report import phrases
-from kvrt.cli.run import conversation, earlier_turns, prompt, restore
+from kvrt.cli.run import conversation, prompt, restore
 from kvrt.cli.run.generation import Reading, all_of
 from kvrt.cli.run.prompt import Prompt
 from kvrt.cli.run.restore import Way
@@ -171,7 +171,7 @@ class KeptSession:
 
     def _check_loss(self, ids: Sequence[int]) -> None:
         """Refuses a prompt in whose place much of the held text would go."""
-        if self.opened is None or not self._use.writes or self._use.overwrite:
+        if self.opened is None or not self._use.writes or self._use.overwrite or self._rewrites:
             return
         held = _held(self.opened)
         n_exact = self.opened.manifest.exact.get(self.opened.seq_id, len(held.ids))
@@ -251,11 +251,13 @@ class KeptSession:
             turn = conversation.next_turn(so_far, given.text, given.system, tokenizer)
             if turn.unanswered:
                 output.warn(f"{self._path}: the message before has no answer, and gets none now")
-            if not turn.ids:
+            if turn.n_kept < len(held) or len(turn.ids) <= len(held) + (newest is not None):
                 self._way = Way.COMPARED
-            elif (gone := earlier_turns.left_out(held, tokenizer)) and not self._use.quiet:
-                output.note(f"{self._path}: {gone}")
-            return held + turn.ids
+            if turn.rewritten is not None:
+                output.note(f"{self._path}: {turn.rewritten}; the former is kept with ~")
+                self._rewrites = True
+                self._saver.allow_loss()
+            return turn.ids
         more = prompt.behind(given, tokenizer)
         return held + ([] if newest is None or newest in tokenizer.eos_ids else [newest]) + more
 
