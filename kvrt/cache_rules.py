@@ -30,8 +30,10 @@ def check_types(name: str, types: Any, known: tuple[str, ...]) -> None:
       BadConfig: `types` has one.
     """
     _check(isinstance(types, str | tuple) and len(types) > 0, f"{name} is {types!r}; give a type")
+    if types == "auto":
+        return
     for found in (types,) if isinstance(types, str) else types:
-        _check(found in known, f"{name} is {found!r}; one of {', '.join(known)}")
+        _check(found in known, f"{name} is {found!r}; one of auto, {', '.join(known)}")
 
 
 def _check(ok: bool, message: str) -> None:

@@ -13,12 +13,13 @@ A fork copies none of JAX's threads: a step in a forked process would wait for t
 import functools
 import os
 import threading
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from types import FunctionType
 from typing import Any, TypeVar
 
 from kvrt.errors import Busy, UsageError
 from kvrt.jax_settings import own_settings
+from kvrt.whole_numbers import plain
 
 T = TypeVar("T")
 # The attribute of a guarded object that holds its guard.
@@ -59,7 +60,11 @@ def _check_not_forked(call: str) -> None:
 
 
 class Exclusive:
-    """The guard of one object; taking it costs a lock that never waits."""
+    """The guard of one object; taking it costs a lock that never waits.
+
+    Attributes:
+      is_closed: calls are refused, for what they need was freed.
+    """
 
     def __init__(self, what: str):
         """Begins to guard; JAX runs in this process from here on.
@@ -73,6 +78,7 @@ class Exclusive:
         start_jax(what)
         self._what, self._lock = what, threading.Lock()
         self._call, self._thread, self._in_callback = "", 0, False
+        self.is_closed = False
 
     def enter(self, call: str, *, reads: bool = False) -> bool:
         """Begins a call; whether `leave` has to end it.
@@ -84,9 +90,11 @@ class Exclusive:
 
         Raises:
           Busy: another call has not returned.
-          UsageError: this process was forked from the one that made the object.
+          UsageError: the object was closed, or this process was forked from the one that made it.
         """
         _check_not_forked(f"{self._what}.{call}")
+        if self.is_closed:
+            raise UsageError(f"{self._what}.{call}: the {self._what} is closed; make another")
         if self._lock.acquire(blocking=False):
             self._call, self._thread = call, threading.get_ident()
             return True
@@ -197,9 +205,17 @@ def _guarded(method: Callable[..., Any], name: str, reads: bool) -> Callable[...
         entered = guard.enter(name, reads=reads)
         try:
             with own_settings():
-                return method(self, *args, **kwargs)
+                plain_args = map(_plain, args)
+                return method(self, *plain_args, **{k: _plain(x) for k, x in kwargs.items()})
         finally:
             if entered:
                 guard.leave()
 
     return call
+
+
+def _plain(x: Any) -> Any:
+    """NumPy's integers as Python's, which go into JSON and wrap at no size."""
+    if isinstance(x, Mapping):
+        return {plain(k): plain(v) for k, v in x.items()}
+    return plain(x)

@@ -54,6 +54,7 @@ INTERFACES = {
     "read": ("kvrt.session", "a snapshot from a file: ours, a folder's, llama.cpp's, mlx-lm's"),
     "read_cells": ("kvrt.session", "as `open_session`"),
     "read_manifest": ("kvrt.session", "as `open_session`"),
+    "read_parts": ("kvrt.session", "as `open_session`"),
     "save": ("kvrt.session", "as `open_session`"),
     "sums": ("kvrt.attention.pallas", "as `kernel`"),
     "take_blocks": ("kvrt.store", "as `clear_kv`"),

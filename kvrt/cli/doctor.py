@@ -40,7 +40,7 @@ def execute(options: DoctorOptions) -> int:
         be read.
     """
     startup.check_device(options.attention)
-    startup.keep_programs()
+    startup.keep_programs_or_warn()
     found = _found(_choice(options), quiet=options.json)
     output.write_text(json.dumps(found) + "\n" if options.json else _text(found))
     return 0

@@ -7,6 +7,7 @@ import dataclasses
 
 from kvrt.errors import BadConfig
 from kvrt.policies.policy import Drop
+from kvrt.whole_numbers import take_whole_numbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,7 @@ class AttentionSinks:
 
     def __post_init__(self) -> None:
         """Refuses an empty window, and drops that would not leave a token in it."""
+        take_whole_numbers(self)
         if self.n_sink < 0 or self.n_window < 2 or not 1 <= self.n_drop < self.n_window:
             raise BadConfig(
                 f"attention sinks with n_sink {self.n_sink}, n_window {self.n_window} and n_drop "

@@ -7,6 +7,7 @@ import dataclasses
 
 from kvrt.errors import BadConfig
 from kvrt.policies.policy import Drop
+from kvrt.whole_numbers import take_whole_numbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,7 @@ class ContextShift:
 
     def __post_init__(self) -> None:
         """Refuses negative counts."""
+        take_whole_numbers(self)
         if self.n_keep < 0 or (self.n_discard is not None and self.n_discard < 1):
             raise BadConfig(
                 f"context shift with n_keep {self.n_keep} and n_discard {self.n_discard}; "

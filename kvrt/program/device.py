@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from kvrt.arrays import Array, Bool
 from kvrt.attention.choice import choose
 from kvrt.attention.choice.cases import cases_of
 from kvrt.attention.choice.decide import AttentionChoice, among_processes
+from kvrt.attention.contract import Decoder
 from kvrt.attention.select.labels import label_bytes
 from kvrt.cells import Cells, lengthened
 from kvrt.cells.slots import Places, pad
@@ -49,7 +49,7 @@ class Device:
 
     def __init__(
         self,
-        model: nnx.Module,
+        model: Decoder,
         config: CacheConfig,
         layout: Layout,
         place: Placement | None = None,
@@ -64,19 +64,11 @@ class Device:
         self.programs = Programs(model, spec, place)
         plan = label_plan(self.layout, config)
         self.labels = plan and LabelUpkeep(plan, self.layout.stores)
-        self._extents = extents = [s.extent for s in self.layout.stores]
-        self.n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
+        self._extents = [s.extent for s in self.layout.stores]
+        self.n_vocab: int = model.n_vocab
+        self.cache = step.allocate(spec, place.create if place else lambda create: create())
 
-        def create() -> Cache:
-            cache = step.create(spec)
-            # A cell for every slot, so that programs do not depend on how many may be used.
-            both = zip(cache.cells, extents, strict=True)
-            cells = tuple(lengthened(cells, size.n_slots) for cells, size in both)
-            return dataclasses.replace(cache, cells=cells)
-
-        self.cache = place.create(create) if place else create()
-
-    def _choice(self, model: nnx.Module, config: CacheConfig) -> AttentionChoice:
+    def _choice(self, model: Decoder, config: CacheConfig) -> AttentionChoice:
         """What computes attention here; the processes of a mesh find the same."""
         cases = functools.partial(cases_of, model, config, self.layout.stored, self._shards)
         agree = among_processes() if self._place else None
@@ -96,7 +88,12 @@ class Device:
         name = self.attention.implementation
         return config if config.attention == name else dataclasses.replace(config, attention=name)
 
-    @property
+    def free(self) -> None:
+        """Releases the arrays; `n_bytes` stays as it was."""
+        _ = self.n_bytes
+        del self._cache
+
+    @functools.cached_property
     def n_bytes(self) -> int:
         """Bytes of all keys, values, states and labels."""
         states = self.cache.states

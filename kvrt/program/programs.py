@@ -16,6 +16,7 @@ import xxhash
 from flax import nnx
 
 from kvrt.arrays import AnyArray
+from kvrt.attention.contract import Decoder
 from kvrt.errors import BadConfig
 from kvrt.program.disk_hits import CompileProgress, DiskHits
 from kvrt.program.labels.arrays import check_weights
@@ -50,7 +51,7 @@ class Programs:
     they evicted by.
     """
 
-    def __init__(self, model: nnx.Module, spec: StepSpec, place: Placement | None = None):
+    def __init__(self, model: Decoder, spec: StepSpec, place: Placement | None = None):
         """Splits the model into its graph and its parameters; compiles nothing yet."""
         self.spec, self._place = spec, place
         self._graph, params = nnx.split(model)
@@ -78,7 +79,7 @@ class Programs:
         found = [p.memory_analysis() for key, p in self._compiled.items() if key[0] == kind]
         return max((a.temp_size_in_bytes for a in found if a is not None), default=0)
 
-    def bind(self, model: nnx.Module) -> None:
+    def bind(self, model: Decoder) -> None:
         """Takes the parameters of a model of the same structure; compiled programs stay.
 
         Raises:

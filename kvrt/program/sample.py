@@ -21,6 +21,7 @@ from jax import lax
 from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, UInt32, state
 from kvrt.errors import BadConfig
 from kvrt.program.programs import Program
+from kvrt.whole_numbers import take_whole_numbers
 
 # In place of a token where logits have NaN, +inf or no finite value: it travels with the tokens.
 NO_TOKEN = -1
@@ -50,6 +51,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Refuses values outside their range, and NaN."""
+        take_whole_numbers(self)
         limits = {
             "temp": (0.0, math.inf),
             "top_k": (0, 2**31 - 1),

@@ -6,6 +6,7 @@ their own, loops and context shifts included.
 
 import dataclasses
 import functools
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,9 +24,10 @@ from kvrt.attention.scored.step import ScoredStep, scored_step
 from kvrt.attention.select import labels as label_arrays
 from kvrt.attention.select.labels import LabelArray, LabelPlan, StoreLabels
 from kvrt.attention.step_attention import StepAttention, step_attention
-from kvrt.cells import Cells, owner_bits, place, vacate
+from kvrt.cells import Cells, lengthened, owner_bits, place, vacate
 from kvrt.cells import create as create_cells
 from kvrt.config import CacheConfig
+from kvrt.errors import BadConfig
 from kvrt.program.batch import Batch, Places
 from kvrt.program.labels.arrays import label_plan, n_labelled
 from kvrt.program.layout import Layout
@@ -38,6 +40,9 @@ from kvrt.store.shards import Shards
 Result = TypeVar("Result")
 # Steps whose counts are not read yet, so that none waits for the newest.
 _N_PENDING = 64
+
+# How XLA begins the message of a failed allocation.
+_NO_MEMORY = "RESOURCE_EXHAUSTED"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +109,36 @@ class NanScores:
         self._pending.append(cache.nan_scores)
         self.add(0, n_pending=_N_PENDING)
         return dataclasses.replace(cache, nan_scores=np.zeros((), np.int32))
+
+
+def allocate(spec: StepSpec, make: Callable[[Callable[[], Cache]], Cache]) -> Cache:
+    """An empty cache with a cell for every slot, so that programs are those of other n_ctx.
+
+    Args:
+      spec: sizes of the cache.
+      make: calls a function that makes arrays, where they are to lie.
+
+    Raises:
+      BadConfig: memory is lacking for it.
+    """
+
+    def created() -> Cache:
+        cache = create(spec)
+        both = zip(cache.cells, spec.layout.stores, strict=True)
+        cells = tuple(lengthened(cells, store.extent.n_slots) for cells, store in both)
+        return dataclasses.replace(cache, cells=cells)
+
+    try:
+        return make(created)
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if isinstance(error, jax.errors.JaxRuntimeError) and _NO_MEMORY not in str(error):
+            raise
+        stores = jax.eval_shape(lambda: [kv_store.create(s) for s in spec.layout.stores])
+        n_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(stores))
+        raise BadConfig(
+            f"keys and values of n_ctx = {spec.config.n_ctx} cells take {n_bytes / 1e9:.2f} GB, "
+            "and memory has no room for them; lower n_ctx, or take KV dtypes of fewer bits"
+        ) from error
 
 
 def create(spec: StepSpec) -> Cache:

@@ -54,7 +54,7 @@ def heavy_channels(
     least = min(g.head_dim for g in model.groups)
     if not 0 < n_channels <= least:
         raise BadConfig(f"{n_channels} channels a head are wanted, heads have {least}; fewer")
-    config = CacheConfig(n_ctx=size, attention="chunked", swa_full=True)
+    config = CacheConfig(n_ctx=size, attention="chunked", swa_full=True, type_k="f32", type_v="f32")
     layout = cell_layout(model.groups, model.recurrent, config)
     spec = StepSpec(config, layout)
     programs = Programs(model, spec)

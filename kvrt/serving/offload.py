@@ -26,6 +26,7 @@ from kvrt.paged.tiers.tiering import Tiering
 from kvrt.program.device import Device
 from kvrt.serving.metrics import TierUse
 from kvrt.session import fingerprint, older_fingerprint
+from kvrt.whole_numbers import take_whole_numbers
 
 # What a block of a group holds: its name in the tiers.
 _Entry = tuple[int, PrefixHash]
@@ -57,6 +58,7 @@ class TierConfig:
 
     def __post_init__(self) -> None:
         """Refuses tiers without room."""
+        take_whole_numbers(self)
         if self.host_bytes < 1 or (self.disk is not None and self.disk_bytes < 1):
             raise BadConfig(
                 f"tiers of {self.host_bytes} bytes on the host and {self.disk_bytes} on the disk; "

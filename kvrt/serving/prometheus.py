@@ -1,7 +1,10 @@
 """An engine's counters for Prometheus: a collector for any registry, and a file.
 
-registry.register(EngineCollector(engine.stats))   # served by prometheus_client as others are
-write(Path("kvrt.prom"), engine.stats())           # read by the node exporter
+from prometheus_client import REGISTRY
+from kvrt.serving.prometheus import EngineCollector, write_metrics
+
+REGISTRY.register(EngineCollector(engine.stats))    # served by prometheus_client as others are
+write_metrics(Path("kvrt.prom"), engine.stats())    # read by the node exporter
 """
 
 import dataclasses

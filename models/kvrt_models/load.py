@@ -156,15 +156,25 @@ class Described:
         return shapes.widened_bytes(self.weights)
 
 
-def load(name_or_path: str | Path, *, dtype: WeightChoice = "f32", progress: bool = True) -> Model:
-    """Loads a model; see `open_model`."""
+def load(name_or_path: str | Path, *, dtype: WeightChoice = "auto", progress: bool = True) -> Model:
+    """Loads a model as the command does, with int8 weights on CPU and bf16 on GPU and TPU.
+
+    Args:
+      name_or_path: a `.gguf` file, a folder with Hugging Face safetensors, or a known name, which
+        is fetched once.
+      dtype: of the matrices; "f32" computes with the numbers of the file.
+      progress: shows a bar on a terminal while fetching.
+
+    Raises:
+      KvrtError: as `open_model`.
+    """
     return open_model(name_or_path, dtype=dtype, progress=progress).wait()
 
 
 def open_model(
     name_or_path: str | Path,
     *,
-    dtype: WeightChoice = "f32",
+    dtype: WeightChoice = "auto",
     progress: bool = True,
     on_host: bool = False,
     watch: Watch | None = None,
@@ -215,7 +225,7 @@ def open_tokenizer(name_or_path: str | Path, *, progress: bool = True) -> tokeni
 
 
 def describe_model(
-    name_or_path: str | Path, *, dtype: WeightChoice = "f32", progress: bool = True
+    name_or_path: str | Path, *, dtype: WeightChoice = "auto", progress: bool = True
 ) -> Described:
     """Reads a model's description; no weight is read.
 

@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
     model = KeyTable()
     for kind in _TYPES.value:
         key_type = cast(KVDtype, kind)
-        config = CacheConfig(n_ctx=n, block_size=32, n_ubatch=64, type_k=key_type)
+        config = CacheConfig(n_ctx=n, block_size=32, n_ubatch=64, type_k=key_type, type_v="f32")
         for n_drop in _N_DROPS.value:
             runtime = Runtime(model, config)
             runtime.append(tokens[:n])

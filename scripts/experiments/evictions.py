@@ -54,7 +54,7 @@ class Differences:
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    model = load(_MODEL.value)
+    model = load(_MODEL.value, dtype="f32")
     n_tokens = _N_WINDOW.value + _N_CHUNKS.value * _CHUNK.value + 1
     tokens = model.tokenizer.encode(texts.play("hamlet"))[:n_tokens]
     if len(tokens) < n_tokens:

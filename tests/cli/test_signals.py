@@ -19,7 +19,7 @@ from kvrt.errors import BadLogits, KvrtError
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 AFTER_PROMPT = kept_session.KeptSession.after_prompt
-CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
+CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
 
 
 @pytest.fixture
@@ -47,16 +47,17 @@ def python(program, **env):
     )
 
 
-@pytest.mark.parametrize("number", CODES)
-def test_each_signal_has_its_exit_code(number):
+@pytest.mark.parametrize("name", CODES)
+def test_each_signal_has_its_exit_code(name):
+    number = getattr(signal, name)
     before = signal.getsignal(number)
     with Interrupt() as interrupt:
         assert not interrupt.asked
         signal.raise_signal(number)
-        assert interrupt.asked and interrupt.exit_code == CODES[number]
-    with pytest.raises(Ended, match=f"interrupted by {number.name}") as ended, Unwinding():
+        assert interrupt.asked and interrupt.exit_code == CODES[name]
+    with pytest.raises(Ended, match=f"interrupted by {name}") as ended, Unwinding():
         signal.raise_signal(number)
-    assert ended.value.exit_code == CODES[number] and signal.getsignal(number) is before
+    assert ended.value.exit_code == CODES[name] and signal.getsignal(number) is before
 
 
 def test_a_signal_that_the_parent_ignores_is_not_heard():
@@ -98,6 +99,13 @@ def test_a_signal_while_jax_is_imported_is_one_line():
         "",
         "kvrt: interrupted by SIGTERM\n",
     )
+
+
+def test_a_file_that_is_being_written_leaves_nothing(kvrt, prefilled, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda fd: signal.raise_signal(signal.SIGTERM))
+    done = kvrt("fork", prefilled, "--at", 5, "-o", prefilled.with_name("new.kv"))
+    assert (done.code, done.err) == (143, "kvrt: interrupted by SIGTERM\n")
+    assert not [x for x in os.listdir(prefilled.parent) if "new" in x and "lock" not in x]
 
 
 @pytest.mark.slow

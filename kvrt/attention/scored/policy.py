@@ -18,6 +18,7 @@ from kvrt.attention.scored.head_slots import QuerySums
 from kvrt.config import GroupSpec
 from kvrt.errors import BadConfig
 from kvrt.files.class_source import class_identity
+from kvrt.whole_numbers import take_whole_numbers
 
 # Some kv heads, ascending, and the tokens that each of them keeps.
 HeadPart = tuple[tuple[int, ...], int]
@@ -65,6 +66,7 @@ class Reads:
 
     def __post_init__(self) -> None:
         """Refuses numbers with which tokens would be forgotten for a while."""
+        take_whole_numbers(self)
         _check(self.every >= 1, f"refresh_every is {self.every}; it must be at least 1")
         _check(
             self.every <= self.n_recent < self.n_read,
@@ -178,6 +180,7 @@ class ScoredPolicy(abc.ABC):
 
     def __post_init__(self) -> None:
         """Refuses budgets without a token to choose, and numbers below their least."""
+        take_whole_numbers(self)
         _check(self.n_sink >= 0, f"n_sink is {self.n_sink}; it must not be negative")
         _check(self.interval >= 1, f"interval is {self.interval}; it must be at least 1")
         _check(1 <= self.pyramid < 2, f"pyramid is {self.pyramid}; from 1 to below 2")
@@ -216,6 +219,12 @@ class ScoredPolicy(abc.ABC):
     def reads(self) -> Reads | None:
         """Which kept tokens a query reads; None reads them all."""
         return None
+
+    @property
+    def n_whole(self) -> int:
+        """Tokens of a text at its beginning, each of which reads all before it."""
+        n = min(self.budgets(4)) + self.interval
+        return n if self.reads is None else min(n, self.reads.n_read)
 
     def n_least(self, budget: int) -> int:
         """Tokens of its layer's budget that a kv head keeps whatever they score."""

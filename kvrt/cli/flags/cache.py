@@ -8,7 +8,7 @@ from kvrt.cli.report.size import parse_size
 from kvrt.config import RopeMode
 from kvrt.errors import UsageError
 from kvrt.files import kinds
-from kvrt.kv_types import KeyDtypes, KVDtypes
+from kvrt.kv_types import KeyDtype, KVDtype
 from kvrt.select_spec import LabelDtype
 
 _cache = functools.partial(flag, "Cache")
@@ -19,14 +19,14 @@ _more = functools.partial(flag, "Cache", advanced=True)
 class KVFlags(Options):
     """What decides how many bytes the KV cache takes."""
 
-    cache_type_k: KeyDtypes | None = _cache(
+    cache_type_k: KeyDtype | tuple[KeyDtype, ...] | None = _cache(
         None,
         "dtype of cached keys, or one for each layer group, by commas; if not given, a session's, "
         "else f16 on CPU and bf16 on GPU and TPU",
         "TYPE",
         several=True,
     )
-    cache_type_v: KVDtypes | None = _cache(
+    cache_type_v: KVDtype | tuple[KVDtype, ...] | None = _cache(
         None, "dtype of cached values, likewise", "TYPE", several=True
     )
     hadamard: bool = _more(

@@ -13,9 +13,9 @@ from kvrt.attention.registry import AUTO, require
 from kvrt.cli.process.output import warn
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.errors import BadConfig, KvrtError, UsageError
+from kvrt.program import disk_hits
 from kvrt.program.estimate import of_blocks, of_cells
 from kvrt.program.mesh import MeshSpec
-from kvrt_models import hub
 
 _MEMINFO = Path("/proc/meminfo")
 _NO_MEMORY = "RESOURCE_EXHAUSTED"
@@ -40,22 +40,12 @@ def check_device(attention: str = AUTO) -> None:
     require(attention, jax.default_backend())
 
 
-def keep_programs() -> None:
-    """Makes JAX keep compiled programs in the cache folder, so that the next start is quick.
-
-    A folder that cannot be used costs time only, and is a warning. One that others may write to
-    is not used: programs read from it are run.
-    """
-    if jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
-        return
+def keep_programs_or_warn() -> None:
+    """`kvrt.keep_programs`; a folder that cannot be used costs time only, and is a warning."""
     try:
-        folder = hub.private_folder("xla")
-    except (OSError, UsageError) as error:
-        warn(f"compiled programs are not kept ({error}); set KVRT_CACHE to a folder of your own")
-        return
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        disk_hits.keep_programs()
+    except UsageError as error:
+        warn(str(error))
 
 
 def check_memory(

@@ -78,7 +78,7 @@ def _sequence(s: int, found: Manifest, held: TokenHistory) -> dict[str, Any]:
 
 def _policy(said: Mapping[str, Any] | None) -> str | None:
     """The policy by position that a run of this sequence takes up; n_keep is --keep and BOS."""
-    if said is None:
+    if not said:
         return None
     return phrases.named_settings({k: v for k, v in said.items() if v is not None})
 

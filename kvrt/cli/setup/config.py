@@ -56,6 +56,7 @@ def cache_config(options: SizeFlags, n_trained: int) -> CacheConfig:
     if isinstance(options, CheckpointFlags):
         fields["checkpoint_bytes"] = options.max_checkpoint_bytes()
     config = CacheConfig(n_ctx=options.n_ctx or n_trained, **fields)
+    config = config.for_platform(jax.default_backend())
     if isinstance(options, EvalFlags):
         _warn_beyond(config, n_trained)
     return config

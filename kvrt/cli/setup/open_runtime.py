@@ -33,7 +33,7 @@ def ready(options: AttentionFlags) -> Iterator[None]:
         joined = devices.other_processes(options)
     with joined:
         startup.check_device(options.attention)
-        startup.keep_programs()
+        startup.keep_programs_or_warn()
         with startup.enough_memory():
             yield
 
