@@ -10,7 +10,7 @@ import numpy as np
 from kvrt import Runtime
 from kvrt.cli.process import output
 from kvrt.cli.report import phrases
-from kvrt.cli.run import conversation, earlier_turns, prompt, restore
+from kvrt.cli.run import conversation, prompt, restore
 from kvrt.cli.run.generation import Reading, all_of
 from kvrt.cli.run.prompt import Prompt
 from kvrt.cli.run.restore import Way
@@ -102,6 +102,7 @@ class KeptSession:
         )
         self._n_held = 0
         self._damage = ""
+        self._rewrites = False  # the chat template writes an earlier part otherwise
         self._way = Way.COMPARED
         self.opened = None
         if self._library is not None and use.writes:
@@ -168,7 +169,7 @@ class KeptSession:
 
     def _check_loss(self, ids: Sequence[int]) -> None:
         """Refuses a prompt in whose place much of the held text would go."""
-        if self.opened is None or not self._use.writes or self._use.overwrite:
+        if self.opened is None or not self._use.writes or self._use.overwrite or self._rewrites:
             return
         held = held_tokens(self.opened)
         n_exact = self.opened.manifest.exact.get(self.opened.seq_id, len(held.ids))
@@ -248,11 +249,13 @@ class KeptSession:
             turn = conversation.next_turn(so_far, given.text, given.system, tokenizer)
             if turn.unanswered:
                 output.warn(f"{self.path}: the message before has no answer, and gets none now")
-            if not turn.ids:
+            if turn.n_kept < len(held) or turn.ids == held:
                 self._way = Way.COMPARED
-            elif (gone := earlier_turns.left_out(held, tokenizer)) and not self._use.quiet:
-                output.note(f"{self.path}: {gone}")
-            return held + turn.ids
+            if turn.rewritten is not None:
+                self._say(f"{self.path}: {turn.rewritten}; the former is kept with ~")
+                self._rewrites = True
+                self._saver.allow_loss()
+            return turn.ids
         more = prompt.behind(given, tokenizer)
         return held + ([] if newest is None or newest in tokenizer.eos_ids else [newest]) + more
 

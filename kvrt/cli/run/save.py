@@ -124,6 +124,10 @@ class Saver:
         """Notes that what stands at the path is damaged: it may go, and is kept as `F~`."""
         self._is_damaged = True
 
+    def allow_loss(self) -> None:
+        """Lets what was read from the path go, kept as `F~`."""
+        self._overwrite = True
+
     @property
     def alone(self) -> bool:
         """Whether one process runs; several take part in each snapshot together."""
