@@ -77,7 +77,7 @@ def capture(
         ga_i={s: n for s, n in reached.items() if s in ends},
         logits={s: (pos, x[0]) for s, (pos, x) in cache.logits.known(ends).items()},
         draws=dict(draws),
-        policy=policy and _policy(policy, omit_defaults=True),
+        policy=None if policy is None else _policy(policy, omit_defaults=True),
         policies={s: _policy(cache.policy) for s in ends} if cache.policy else {},
         select=_select(cache),
         checkpoints=checkpoint.parts(host.checkpoints),

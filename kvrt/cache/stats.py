@@ -14,11 +14,12 @@ from kvrt.select_spec import Select
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DropEvent:
-    """Tokens that a context shift removed: how many, and how long the sequence was then."""
+    """Tokens that a policy removed: how many, how long the sequence was then, and its name."""
 
     seq_id: int
     n_past: int
     n_dropped: int
+    policy: str = "context_shift"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,6 +104,12 @@ class Stats:
     n_accepted: int = 0
     scored: ScoredPolicy | None = None
     select: Select | None = None
+
+    def since(self, earlier: "Stats") -> "Stats":
+        """The same, with shifts, drops, rounds and defragmentations counted from an earlier one."""
+        names = ("n_shift", "n_kshift", "n_extend", "n_dropped", "n_defrag")
+        counts = {name: getattr(self, name) - getattr(earlier, name) for name in names}
+        return dataclasses.replace(self, drops=self.drops[len(earlier.drops) :], **counts)
 
 
 @dataclasses.dataclass

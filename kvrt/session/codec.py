@@ -75,9 +75,7 @@ def manifest(
             groups=groups,
             held=snapshot.states and snapshot.states.held,
             states=next(left) if snapshot.states else None,
-            checkpoints=tuple(
-                checkpoints.checkpoint_entry(c, next(left)) for c in snapshot.checkpoints
-            ),
+            checkpoints=tuple(map(checkpoints.checkpoint_entry, snapshot.checkpoints, left)),
             n_marks=snapshot.history.n_marks,
             n_tokens={s: _merged(p).shape[1] for s, p in snapshot.history.pieces.items()},
             exact=snapshot.history.exact,
@@ -105,8 +103,9 @@ def refused_as_unreadable(path: Path) -> Iterator[None]:
     try:
         yield
     except BadSession as error:
+        why = str(error).removesuffix(f"; {DAMAGED}")
         raise SaveError(
-            f"{path}: what was to be saved cannot be read again: {error}; what was there stays"
+            f"{path}: what was to be saved cannot be read again: {why}; what was there stays"
         ) from error
 
 

@@ -12,9 +12,10 @@ from kvrt.cli.batch import progress
 from kvrt.cli.batch import request_line as batch_line
 from kvrt.cli.batch.requests import Requests
 from kvrt.cli.batch.results import Results
-from kvrt.cli.batch.server import Server
+from kvrt.cli.batch.server import AnswerLimits, Server
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.cli.report.metrics import rows
+from kvrt.config import CacheConfig
 from kvrt.errors import BadRequest, UsageError
 from kvrt.serving import request as asking
 from kvrt.serving.metrics import Metrics, PoolUse
@@ -71,7 +72,8 @@ def serve(tmp_path, tiny):
         found = Requests(str(path), BatchOptions(**flags).defaults())
         results = Results(str(tmp_path / "out.jsonl"), {e.id: e.n for e in found.entries})
         script = Script(steps)
-        server = Server(script, tokenizer, found, results, n_ctx_train=8)
+        limits = AnswerLimits(n_ctx_train=8, config=CacheConfig())
+        server = Server(script, tokenizer, found, results, limits=limits)
         closing.extend([found, results])
         todo = deque(found.entries)
         server.feed(todo, n_most)
@@ -325,3 +327,15 @@ def test_one_run_tells_one_share_of_prefix_hits():
     )
     assert sum("425 of 1,000 prompt tokens were prefix hits, 42.5 %" in x for x in lines) == 1
     assert dict(rows(stats))["prefix hits"] == "425 of 1,000 (42.5%) of prompt tokens"
+
+
+def test_a_result_tells_from_which_token_on_older_ones_were_dropped(serve):
+    lines = [{"id": "a", "prompt": "abc", "policy": "context_shift"}, {"id": "b", "prompt": "b"}]
+    last = told("a", "y", "length")._replace(n_dropped=2, n_before_drop=4)
+    server, _, records = serve(lines, [[told("a", "wxz"), told("b", "y", "length")], [last]])
+    why = {"by": "context_shift", "from_token": 4, "n_dropped": 2}
+    assert [r.get("approximations") for r in records] == [None, [why]]
+    assert [r.get("approximate") for r in records] == [None, True]
+    assert server.counts.approximate == {"context_shift": 1}
+    lines = progress.batch_summary(server.counts, stats_of(9, 0), n_bad=0, n_before=0, n_left=0)
+    assert "exactness  answers that are not of the whole text: 1 by context_shift" in lines

@@ -39,7 +39,14 @@ def test_each_flag_that_names_a_file_says_of_which_kind():
     assert not unsaid
     assert {f"{c.name} {f.name}" for c, f in WRITTEN} == {
         *("run session", "prefill output", "ask chunk_dir", "inspect html", "fork output"),
-        *("trim output", "convert output", "batch output", "batch metrics", "batch session_dir"),
+        *(
+            "trim output",
+            "repair output",
+            "convert output",
+            "batch output",
+            "batch metrics",
+            "batch session_dir",
+        ),
         *("batch disk_cache", "batch chunk_dir"),
     }
 

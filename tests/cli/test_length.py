@@ -7,10 +7,11 @@ import re
 import pytest
 from conftest import text_of
 
+from kvrt import AttentionSinks, ContextShift
 from kvrt.cli.flags import parse
 from kvrt.cli.flags.evaluate import RunOptions
 from kvrt.cli.setup import config, policy
-from kvrt.errors import BadConfig
+from kvrt.errors import BadConfig, BadSession
 from kvrt_models.gguf.file import open_gguf
 from kvrt_models.gguf.spec import spec_from_gguf
 from kvrt_models.tokenizer.encode import tokenizer_from_gguf
@@ -123,6 +124,44 @@ def test_keep_counts_tokens_of_the_prompt(tiny, add_bos, keep, n_keep):
     assert shift is not None and shift.n_keep == min(n_keep + add_bos, 20)
     with pytest.raises(BadConfig, match=rf"--keep {keep} keeps \d+ .* nothing to drop in 2 cells"):
         policy.policy_of_run(options("--keep", str(keep)), 2, ids, text)
+
+
+@pytest.mark.parametrize("add_bos", [False, True])
+@pytest.mark.parametrize(
+    ("words", "said", "wanted"),
+    [
+        ([], ContextShift(n_keep=9, n_discard=5), ContextShift(n_keep=9, n_discard=5)),
+        ([], AttentionSinks(n_window=30, n_sink=2), AttentionSinks(n_window=30, n_sink=2)),
+        (["--n_window", "40"], AttentionSinks(n_window=30), AttentionSinks(n_window=40)),
+        (["--policy", "attention_sinks"], ContextShift(n_keep=9), AttentionSinks(n_window=60)),
+        (["--context_shift"], AttentionSinks(n_window=30), ContextShift(n_keep=0)),
+        (["--nocontext_shift"], ContextShift(n_keep=9), None),
+        (["--n_discard", "7"], ContextShift(n_keep=9), ContextShift(n_keep=9, n_discard=7)),
+    ],
+)
+def test_a_session_brings_its_policy_where_no_flag_says_otherwise(
+    tiny, add_bos, words, said, wanted
+):
+    text = tokenizer_from_gguf(
+        {**open_gguf(tiny).metadata, "tokenizer.ggml.add_bos_token": add_bos}
+    )
+    ids = [text.bos_id if add_bos else 7, *range(19)]
+    there = {"name": type(said).__name__, **dataclasses.asdict(said)}
+    before = options(*words)
+    after = policy.follow_policy(before, there, ids, text)
+    if wanted == ContextShift(n_keep=0):
+        wanted = ContextShift(n_keep=int(add_bos))  # what is kept without a session
+    assert policy.policy_of_run(after, 64, ids, text) == wanted
+    assert bool(policy.followed(before, after)) == (after != before)
+
+
+def test_what_a_session_says_of_a_policy_is_checked(tiny):
+    text = tokenizer_from_gguf(open_gguf(tiny).metadata)
+    for said in ({"n_keep": "5"}, {"n_keep": -3}, {"n_bits": 3}, {"n_keep": 0.5}):
+        with pytest.raises(BadSession, match="kvrt repair"):
+            policy.follow_policy(options(), {"name": "ContextShift", **said}, [1, 2], text)
+    for said in (None, {}, {"name": "Mine", "n_keep": "all"}):
+        assert policy.follow_policy(options(), said, [1, 2], text) == options()
 
 
 @pytest.mark.parametrize("words", [["-n", "-2"], ["--nocontext_shift"]])

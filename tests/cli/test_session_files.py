@@ -52,6 +52,7 @@ def test_inspect_says_what_is_held(kvrt, prefilled, tiny, tmp_path):
             "logits": True,
             "drawn": 0,
             "ga_i": 0,
+            "policy": "name=ContextShift n_keep=0",
         }
     ]
     (group,) = facts["groups"]

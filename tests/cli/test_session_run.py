@@ -7,6 +7,7 @@ import pytest
 from conftest import BOOK, PROMPT, tiny_gguf
 
 from kvrt import session
+from kvrt.cellcache.history import tokens
 
 
 @pytest.fixture(scope="module")
@@ -14,6 +15,10 @@ def other(tmp_path_factory):
     """Another model of the same shape."""
     path = tmp_path_factory.mktemp("other") / "tiny.gguf"
     return tiny_gguf.write_gguf(path, tiny_gguf.TinyModel(n_layers=1, seed=3))
+
+
+def ids_of(path):
+    return tokens(session.read(path).history, 0).tolist()
 
 
 def told(done) -> dict:
@@ -144,6 +149,46 @@ def test_a_session_brings_its_settings(go, tmp_path):
     assert json.loads(second.out)["n_restored"] == 2
 
 
+@pytest.mark.slow
+def test_a_session_remembers_what_a_shift_keeps(kvrt, go, tiny, tmp_path):
+    path, shown = tmp_path / "talk.kv", {}
+    small = ["-c", 32, "--session_all", "--ignore_eos"]
+    begins = ["-p", BOOK[:24], "--session", path, *small]
+    assert go(*begins, "--keep", 4, "-n", 8, prompt=False).code == 0
+    first, kept = ids_of(path), path.read_bytes()
+
+    def goes_on(*flags):
+        path.write_bytes(kept)
+        done = go("--session", path, *small, "-n", 20, *flags, prompt=False)
+        assert done.code == 0, done.err
+        shown.update(json.loads(kvrt("inspect", path, "--json").out)["sequences"][0])
+        return ids_of(path)[:4] == first[:4], done.err
+
+    stays, said = goes_on()
+    assert stays and f"{path}: --keep 4, as the session was left" in said
+    assert shown["policy"] == "name=ContextShift n_keep=4"
+    stays, said = goes_on("--keep", 0)
+    assert not stays and "as the session was left" not in said
+    # A run that shifts nothing forgets nothing.
+    path.write_bytes(kept)
+    assert go("--session", path, *small, "-n", -2, prompt=False).code == 0
+    assert session.read_manifest(path).policies[0]["n_keep"] == 4
+    # A question drops text as the session does, and says so.
+    path.write_bytes(kept)
+    done = kvrt("ask", path, "who?", "-m", tiny, "-n", 1)
+    assert done.code == 0 and "--keep 4, as the session was left" in done.err
+    sinks = ["--policy", "attention_sinks", "--n_sink", 2, "--n_window", 20]
+    path.unlink()
+    assert go(*begins, *sinks, "-n", 8, prompt=False).code == 0
+    kept = path.read_bytes()
+    stays, said = goes_on()
+    assert "--policy attention_sinks --n_sink 2 --n_window 20, as the session was left" in said
+    assert len(ids_of(path)) <= 22 and "AttentionSinks" in shown["policy"]
+    # The command says otherwise.
+    _, said = goes_on("--context_shift")
+    assert "as the session was left" not in said and "ContextShift" in shown["policy"]
+
+
 def test_a_folder_that_is_not_there(go, tmp_path):
     done = go("--session", tmp_path / "none" / "a.kv")
     assert done.code == 2 and "there is no folder" in done.err and done.err.count("\n") == 1
@@ -191,6 +236,8 @@ def test_chunks_are_taken_over_when_asked(go, tmp_path):
     on = go("--tokens", two, *words, "--reuse_chunks", prompt=False)
     assert told(off)["n_recomputed"] == 90 and "(see --reuse_chunks)" in off.err
     assert told(on)["n_recomputed"] == 3 and "approximate from token 12 on" in on.err
+    assert told(on)["approximations"] == [{"by": "reuse_chunks", "from_token": 12}]
+    assert told(off)["approximations"] == []
     for n in (88, 1):
         # The exact rows take the place of the others.
         assert told(go("--tokens", two, *words, prompt=False))["n_recomputed"] == n

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from kvrt.errors import BadModelFile, BadToken, UnsupportedModel, UsageError
 from kvrt_models import load
 from kvrt_models.gguf.file import open_gguf
-from kvrt_models.tokenizer.bpe import PRE_TOKENIZERS, byte_alphabet
+from kvrt_models.tokenizer.bpe import byte_alphabet
 from kvrt_models.tokenizer.encode import tokenizer_from_gguf
+from kvrt_models.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 from kvrt_models.tokenizer.vocab import Kind
 
 SMOLLM2 = Path(__file__).parents[1] / "golden" / "smollm2.json"
@@ -96,8 +97,11 @@ def test_every_byte_round_trips():
 
 
 def test_known_pre_tokenizers_all_build():
-    for name in PRE_TOKENIZERS:
-        metadata = tiny_vocab.metadata("bpe") | {"tokenizer.ggml.pre": name}
+    spaced = tiny_vocab.metadata("spm") | {"tokenizer.ggml.model": "gpt2"}
+    spaced["tokenizer.ggml.merges"] = []
+    for name, kind in PRE_TOKENIZERS.items():
+        metadata = spaced if kind.spaced else tiny_vocab.metadata("bpe")
+        metadata = metadata | {"tokenizer.ggml.pre": name}
         tokenizer = tokenizer_from_gguf(metadata)
         assert tokenizer.decode(tokenizer.encode("Ab 12\n", add_special=False)) == "Ab 12\n"
 
@@ -131,8 +135,8 @@ def bpe(**change):
 TOKENS = tiny_vocab.metadata("bpe")["tokenizer.ggml.tokens"]
 BAD = {
     "no model": (bpe(model=None), BadModelFile, "no tokenizer.ggml.model"),
-    "unknown model": (bpe(model="t5"), UnsupportedModel, "is 't5'; gpt2 and llama are known"),
-    "unknown pre": (bpe(pre="kimi-k2"), UnsupportedModel, "pre is 'kimi-k2'; known are a.x-4.0"),
+    "unknown model": (bpe(model="t5"), UnsupportedModel, "is 't5'; gpt2, llama and gemma4 are"),
+    "unknown pre": (bpe(pre="kimi-k9"), UnsupportedModel, "pre is 'kimi-k9', none of the"),
     "tokens": (bpe(tokens=None), BadModelFile, "tokens: a list of strings is wanted"),
     "token numbers": (bpe(tokens=[1, 2]), BadModelFile, "tokens: a list of strings is wanted"),
     "token twice": (bpe(tokens=[*TOKENS[:-1], "a"]), BadModelFile, "tokens holds 'a' twice"),
@@ -149,7 +153,7 @@ BAD = {
     "merges": (bpe(merges=None), BadModelFile, "merges: a list of strings is wanted"),
     "merge of nothing": (bpe(merges=["a b", "zz y"]), BadModelFile, "is no token"),
     "merge in one": (bpe(merges=["ab"]), BadModelFile, "merge 'ab' joins or makes"),
-    "alphabet": (bpe(tokens=[*TOKENS[:-1], "東"], merges=[]), BadModelFile, r"holds '\\u6771'"),
+    "alphabet": (bpe(tokens=[*TOKENS[:-1], "a東"], merges=["a 東"]), BadModelFile, r"'\\u6771'"),
     "template": (
         bpe() | {"tokenizer.chat_template": 3},
         BadModelFile,

@@ -144,6 +144,24 @@ def test_hostile_folders_are_refused_by_a_process_that_lives(sound, tmp_path, na
 
 
 @pytest.mark.slow
+def test_hostile_folders_are_repaired_within_memory(sound, tmp_path):
+    """What a manifest claims and no file holds takes no memory."""
+    code = CHILD.replace("session.read(path)", "repaired(path)").replace(
+        "import errors, session", "import errors; from kvrt.session.change.repair import repaired"
+    )
+    paths = [tmp_path / name.replace(" ", "-") for name in ("wide heads", "many cells", "a bomb")]
+    for path in paths:
+        shutil.copytree(sound[0], path)
+        HOSTILE[path.name.replace("-", " ")](path)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *paths], capture_output=True, text=True, timeout=240
+    )
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and len(lines) == 3, done.stderr
+    assert "64 times as many at most" in lines[0] and lines[2] == "read"
+
+
+@pytest.mark.slow
 def test_a_folder_that_was_refused_can_be_written_again(sound, tmp_path):
     path = tmp_path / "x.kvd"
     shutil.copytree(sound[0], path)

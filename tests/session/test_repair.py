@@ -9,7 +9,7 @@ from snapshots import assert_equal, snapshot
 
 from kvrt import session
 from kvrt.cli.main import main
-from kvrt.errors import BadSession
+from kvrt.errors import BadSession, SaveError
 from kvrt.session.change import edit
 from kvrt.session.change.repair import repaired
 from kvrt.session.change.sequences import with_sequence
@@ -64,6 +64,20 @@ def test_a_sequence_without_a_damaged_block_stays_whole(tmp_path):
     assert_equal(left.snapshot, kept)
     assert 0 in left.snapshot.logits and 0 in left.snapshot.draws
     assert 40 not in left.snapshot.logits and 40 not in left.snapshot.draws
+
+
+def test_each_sequence_has_a_policy_of_its_own(path):
+    old = session.read(path)
+    assert old.policies == {} and b'"policies"' not in path.read_bytes()  # as before
+    shift, sinks = {"name": "ContextShift", "n_keep": 3}, {"name": "AttentionSinks", "n_sink": 2}
+    both = with_sequence(None, 0, dataclasses.replace(old, policies={0: shift}))
+    both = with_sequence(both, 40, dataclasses.replace(old, policies={0: sinks}))
+    session.save(path, both)
+    assert session.read(path).policies == {0: shift, 40: sinks}
+    assert edit.cut(both, 40, 0).policies == {0: shift}
+    assert edit.cut(both, 40, 300).policies == {0: shift, 40: sinks}
+    with pytest.raises(SaveError, match="said of sequence 7"):
+        session.save(path, dataclasses.replace(both, policies={7: shift}))
 
 
 def test_a_damaged_first_page_and_bytes_behind_the_end_lose_nothing(path):

@@ -217,6 +217,12 @@ class ScoredPolicy(abc.ABC):
         """Which kept tokens a query reads; None reads them all."""
         return None
 
+    @property
+    def n_whole(self) -> int:
+        """Tokens of a text at its beginning, each of which reads all before it."""
+        n = min(self.budgets(4)) + self.interval
+        return n if self.reads is None else min(n, self.reads.n_read)
+
     def n_least(self, budget: int) -> int:
         """Tokens of its layer's budget that a kv head keeps whatever they score."""
         return int(self.head_share * budget)

@@ -8,6 +8,7 @@ from kvrt.cli.flags.session_files import AskOptions
 from kvrt.cli.process import output
 from kvrt.cli.process.interrupt import Interrupt
 from kvrt.cli.report import summary
+from kvrt.cli.report.exactness import exactness_lines
 from kvrt.cli.run.generation import Generation, Reading
 from kvrt.cli.setup.model import await_programs
 from kvrt.cli.setup.weights import WeightsChoice
@@ -54,7 +55,8 @@ class Answers:
         note = self._weights.note(self._model)
         job = Generation(options, self._model, runtime, reading, note)
         reason = job.run(interrupt)
-        self._end(i, job.outcome(reason), more or {})
+        last = i == len(self._questions) - 1
+        end_answer(options, job.outcome(reason), self._questions[i], more, last=last)
         if job.failed is not None:
             raise job.failed
         if reason == "interrupted":
@@ -66,16 +68,30 @@ class Answers:
             )
         return 0
 
-    def _end(self, i: int, outcome: summary.Outcome, more: Mapping[str, Any]) -> None:
-        """Ends an answer, whose text is written already."""
-        last = i == len(self._questions) - 1
-        if self._options.json:
-            question = self._questions[i]
-            output.write_text(summary.outcome_json(outcome, question=question, more=more) + "\n")
-            return
+
+def end_answer(
+    options: AskOptions,
+    outcome: summary.Outcome,
+    question: str,
+    more: Mapping[str, Any] | None = None,
+    *,
+    last: bool = True,
+) -> None:
+    """Ends an answer, whose text is written already unless --json is given.
+
+    Tokens that were dropped are told with --quiet too.
+    """
+    lines = exactness_lines(outcome.approximations)
+    if options.json:
+        output.write_text(summary.outcome_json(outcome, question=question, more=more) + "\n")
+    else:
         output.write_text("\n" if last else "\n\n")
-        if not self._options.quiet:
-            output.note("\n".join(summary.summary(outcome)[:2]))
+        lines = [*summary.summary(outcome)[:2], *lines]
+    dropped = [x for x in outcome.approximations if x.n_dropped]
+    if lines and not options.quiet:
+        output.note("\n".join(lines))
+    elif dropped:
+        output.warn(f"the answer is {dropped[0].line}; raise -c to keep them")
 
 
 def question_ids(questions: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:

@@ -11,6 +11,7 @@ from kvrt.cli.flags.session_files import AskOptions
 from kvrt.cli.process import output, status
 from kvrt.cli.process.interrupt import Interrupt
 from kvrt.cli.report import phrases
+from kvrt.cli.report.exactness import reused_part
 from kvrt.cli.run.generation import Reading
 from kvrt.cli.session.open_session import (
     check_fits,
@@ -100,6 +101,8 @@ class Asker:
             reading = Reading(
                 ids=self._held + ids,
                 n_restored=len(self._held),
+                reused=reused_part(self._runtime.n_exact(), "session"),
+                since=self._runtime.stats(),
                 spans=[(len(self._held), len(self._held) + len(ids))],
             )
             reading.run(self._runtime, interrupt, quiet=self._options.quiet)

@@ -12,7 +12,7 @@ from kvrt.cli.batch import progress, together
 from kvrt.cli.batch.passed_over import passed_over
 from kvrt.cli.batch.requests import RequestEntry, Requests
 from kvrt.cli.batch.results import Results
-from kvrt.cli.batch.server import Server
+from kvrt.cli.batch.server import AnswerLimits, Server
 from kvrt.cli.chunks.requests import RequestChunks
 from kvrt.cli.flags.declare import flags_of
 from kvrt.cli.flags.serving import BatchOptions
@@ -31,7 +31,7 @@ from kvrt.cli.setup.weights import WeightsChoice, choose_weights
 from kvrt.config import CacheConfig
 from kvrt.errors import KvrtError, UsageError
 from kvrt.kv_types import described
-from kvrt.policies import by_position
+from kvrt.policies import ScoredPolicy, by_position
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.metrics import EngineStats
@@ -85,12 +85,17 @@ class BatchRun:
             self._chunks = RequestChunks(options, self._model, self._engine.config)
         self._programs = [x.programs for x in (self._engine, self._chunks) if x is not None]
         extend, n_trained = self._engine.config.self_extend, self._model.spec.n_ctx_train
+        policy = policy_of_batch(options, self._model.spec)
         self._server = Server(
             self._engine,
             self._model.tokenizer,
             requests,
             results,
-            n_ctx_train=extend.reach(n_trained) if extend else n_trained,
+            limits=AnswerLimits(
+                n_ctx_train=extend.reach(n_trained) if extend else n_trained,
+                config=self._engine.config,
+                scored=policy if isinstance(policy, ScoredPolicy) else None,
+            ),
             chunks=self._chunks,
         )
 

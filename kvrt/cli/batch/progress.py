@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from kvrt.cli.process import output
@@ -27,6 +28,7 @@ class BatchCounts:
       n_from_disk: those of them that were kept on the disk.
       compile_s: time that took.
       seconds: time of all steps, without compiling.
+      approximate: requests whose answers are not those of the whole text, by reason.
       usage: the greatest part of the cache that was in use.
     """
 
@@ -39,6 +41,7 @@ class BatchCounts:
     compile_s: float = 0.0
     seconds: float = 0.0
     usage: float = 0.0
+    approximate: Counter[str] = dataclasses.field(default_factory=Counter)
 
     @property
     def rate(self) -> str:
@@ -146,6 +149,9 @@ def batch_summary(
         f"prefix hits, {_hits(stats)}; {100 * counts.usage:.0f} % in use at most",
         *_upkeep(stats),
     ]
+    if counts.approximate:
+        why = ", ".join(f"{n:,} by {by}" for by, n in counts.approximate.most_common())
+        lines.append(f"exactness  answers that are not of the whole text: {why}")
     if counts.n_long:
         long = f"{counts.n_long:,} requests may reach beyond what the model was trained for"
         lines.append(f"length     {long}, and text beyond it suffers")

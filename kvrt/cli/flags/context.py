@@ -49,8 +49,8 @@ class KeepFlags(Options):
 
     keep: int = _context(
         0,
-        "tokens of the prompt that a shift never drops, a begin-of-text token not counted; "
-        "-1 keeps all",
+        "tokens of the prompt that a shift never drops, BOS not counted; -1 keeps all; if not "
+        "given, a session's",
         "N",
         low=-1,
     )
@@ -63,8 +63,8 @@ class KeepFlags(Options):
     )
     n_drop: int = _policy(
         1,
-        "tokens that attention_sinks drops at once, at least; with --rope write and a cache other "
-        "than f32 a quarter of the window, so that keys are not rounded again at each token",
+        "tokens that attention_sinks drops at once, at least; a quarter of the window, unless keys "
+        "are f32 or stored unrotated: each drop rounds the others again",
         "N",
         low=1,
     )
@@ -137,7 +137,8 @@ class RunPolicyFlags(KeepFlags, SizeFlags):
         None,
         "what a full context drops: context_shift (the default) half of what --keep leaves, "
         "attention_sinks all but --n_sink first and --n_window last tokens, none ends there; "
-        "others keep --policy_budget tokens a kv head by score, from the start",
+        "others keep --policy_budget tokens a kv head by score, from the start; if not given, a "
+        "session's",
         "NAME",
     )
 

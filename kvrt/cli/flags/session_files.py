@@ -295,6 +295,7 @@ class RepairOptions(QuietFlags, FileFlags):
         "SESSION~",
         "FILE",
         short="o",
+        file=kinds.NEW,
     )
 
 
@@ -327,12 +328,14 @@ class ConvertOptions(QuietFlags, NamedWeights, NewFileFlags, FileFlags):
         "with -m: file with a JSON list of the ids that the cache was computed from, or an object "
         "of such lists by sequence, where the other program's file lacks them, as mlx-lm's do",
         "FILE",
+        file=kinds.INPUT,
     )
     notes: str | None = _session(
         None,
         "with --to mlx: file with a JSON object of texts for the cache's metadata, like "
         '{"model": "...", "tokenizer_config": "{}"}, which mlx_lm.generate looks for',
         "FILE",
+        file=kinds.INPUT,
     )
 
     def check(self) -> None:

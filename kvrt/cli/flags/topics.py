@@ -79,7 +79,8 @@ attention_sinks keeps the first tokens and a window of the newest;
 --n_sink, --n_window, --n_drop, --n_discard size both. With -gan 4
 the model reads four times further (SelfExtend). Layers with a window
 keep the cells of their window; recurrent layers keep a state and
-cannot drop older tokens.
+cannot drop older tokens. The summary and --json say from which token
+on an answer is not that of the whole text, and why.
 
 Long texts, as an approximation:
 

@@ -17,6 +17,7 @@ from kvrt.cells import Cells
 from kvrt.cli.process import output
 from kvrt.cli.report import phrases
 from kvrt.cli.report.cell_map import MAP_WIDTH, OWNERS, signs
+from kvrt.cli.report.exactness import Approximation, exactness_fields, exactness_lines
 
 if TYPE_CHECKING:
     from kvrt.attention.scored.policy import ScoredPolicy
@@ -62,6 +63,7 @@ class Outcome:
       tokens: ids sampled; kept for JSON only.
       text: what they say, without stop text; kept for JSON only.
       logprobs: the best ids and log-probabilities of each token, or None if not asked for.
+      approximations: why the answer is not that of the whole text; none where it is.
     """
 
     model: str
@@ -76,6 +78,7 @@ class Outcome:
     text: str = ""
     logprobs: Sequence[Sequence[tuple[int, float]]] | None = None
     texts: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    approximations: Sequence[Approximation] = ()
     n_restored: int | None = None
     seed: int | None = None
     weights: str = ""
@@ -149,6 +152,7 @@ def summary(outcome: Outcome) -> list[str]:
         f"{_count(stats.n_dropped, 'token')} dropped, {_count(stats.n_defrag, 'defrag')}"
         + (f", {_count(stats.n_extend, 'round')} of SelfExtend" if stats.n_extend else ""),
         *(f"           {line}" for line in drop_lines(outcome.n_prompt, stats)),
+        *exactness_lines(outcome.approximations),
     ]
 
 
@@ -162,10 +166,7 @@ def kept_line(policy: "ScoredPolicy") -> str:
     if policy.reads is not None:
         reads = policy.reads
         kept += f", and reads {reads.n_read:,} of them, but all every {reads.every:,} tokens"
-    return (
-        f"{type(policy).__name__} keeps {kept}; of a text longer than that the answer is an "
-        "approximation"
-    )
+    return f"{type(policy).__name__} keeps {kept}"
 
 
 def read_line(outcome: Outcome, select: "Select") -> str:
@@ -174,8 +175,7 @@ def read_line(outcome: Outcome, select: "Select") -> str:
     part = f"{n_read / n_cached:.0%} of the cached cells" if n_cached else "no token decoded"
     return (
         f"{select.name}, {select.n_cells:,} cells a token at most, {part}, beyond the first "
-        f"{_count(select.n_dense, 'layer')}; of a text longer than that the answer is an "
-        "approximation"
+        f"{_count(select.n_dense, 'layer')}"
     )
 
 
@@ -259,7 +259,7 @@ def outcome_json(
         "decode_tps": outcome.decode_tps,
         "rss_bytes": rss_bytes(),
     }
-    fields |= _where_used(stats)
+    fields |= _where_used(stats) | exactness_fields(outcome.approximations)
     if stats.select:
         n_read, n_cached = cells_read(outcome, stats.select)
         fields |= {"select": stats.select.name, "n_read": n_read, "n_cached": n_cached}

@@ -60,7 +60,7 @@ def read_compressed(
     finally:
         compiled = runtime.stats().compile_s - compiled
         reading.seconds = time.perf_counter() - start - compiled
-    reading.n_done = n
+    reading.n_done = reading.n_compressed = n
     reading.seconds -= found.compile_s
     if not quiet:
         if found.transient_bytes:

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from kvrt import Runtime, Sampling, Token
+from kvrt import Runtime, Sampling, Stats, Token
 from kvrt.cli.flags.evaluate import WriteFlags
 from kvrt.cli.process import output
 from kvrt.cli.process.interrupt import Interrupt, Interrupted
 from kvrt.cli.report import summary
+from kvrt.cli.report.exactness import AnswerCounts, Approximation, approximations
 from kvrt.cli.setup import sampling
 from kvrt.drafts.drafter import Drafter
 from kvrt.drafts.layer_skip import LayerSkip
@@ -32,6 +33,9 @@ class Reading:
       n_done: tokens evaluated.
       seconds: that it took, without compiling.
       after: where sampling was left: the last of `ids`, which is not evaluated yet.
+      reused: what of the restored tokens is not as computed in one go; None if all are.
+      n_compressed: tokens that were read whole before a policy by score kept some of them.
+      since: the runtime's counters before it; None counts from its beginning.
     """
 
     ids: list[int]
@@ -40,6 +44,9 @@ class Reading:
     spans: Sequence[tuple[int, int]] = ()
     n_done: int = 0
     seconds: float = 0.0
+    reused: Approximation | None = None
+    n_compressed: int = 0
+    since: Stats | None = None
 
     @property
     def n_to_do(self) -> int:
@@ -169,6 +176,9 @@ class Generation:
 
     def outcome(self, reason: str) -> summary.Outcome:
         """The run in numbers."""
+        stats = self._runtime.stats()
+        if self.reading.since is not None:
+            stats = stats.since(self.reading.since)
         return summary.Outcome(
             model=self._model.name,
             weights=self._weights,
@@ -178,7 +188,8 @@ class Generation:
             n_prefilled=self.reading.n_done,
             n_generated=self._n_generated,
             finish_reason=reason,
-            stats=self._runtime.stats(),
+            stats=stats,
+            approximations=self._approximations(stats),
             prefill_s=self.reading.seconds,
             decode_s=self._decode_s,
             tokens=[t.id for t in self._tokens],
@@ -187,6 +198,24 @@ class Generation:
             seed=self._options.seed if self._options.temp else None,
             logprobs=[t.best for t in self._tokens] if self._n_best else None,
         )
+
+    def _approximations(self, stats: Stats) -> list[Approximation]:
+        """Why the answer is not that of the whole text, if it is not."""
+        reading, drop = self.reading, None
+        if stats.drops:
+            first = stats.drops[0]
+            drop = Approximation(
+                by=first.policy, from_token=first.n_past, n_dropped=stats.n_dropped
+            )
+        counts = AnswerCounts(
+            n_prompt=len(reading.ids),
+            n_computed=len(reading.read) + max(self._n_generated - 1, 0),
+            n_restored=reading.n_restored or 0,
+            n_compressed=reading.n_compressed,
+            drop=drop,
+            reused=reading.reused,
+        )
+        return approximations(counts, self._runtime.config, stats.scored)
 
     @property
     def ids(self) -> list[int]:

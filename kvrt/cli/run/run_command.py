@@ -8,6 +8,7 @@ from kvrt.cli.flags.evaluate import RunOptions
 from kvrt.cli.process import output
 from kvrt.cli.process.interrupt import Interrupt
 from kvrt.cli.report import summary
+from kvrt.cli.report.exactness import exactness_lines
 from kvrt.cli.run import echo, prompt
 from kvrt.cli.run.generation import Generation
 from kvrt.cli.run.kept_session import KeptSession, SessionUse
@@ -140,6 +141,9 @@ def _report(options: RunOptions, job: Generation, reason: str) -> None:
     outcome = job.outcome(reason)
     if options.json:
         output.write_text(summary.outcome_json(outcome) + "\n")
+        lines = exactness_lines(outcome.approximations)
+        if lines and not options.quiet:
+            output.note("\n".join(lines))
     elif not options.quiet:
         # On a terminal the summary would continue the text's last line.
         shared = sys.stdout.isatty() and sys.stderr.isatty()

@@ -15,9 +15,12 @@ import numpy as np
 
 from kvrt import Runtime, session
 from kvrt.cli.process import output
-from kvrt.errors import BadSession, KvrtError, SaveError, SessionMismatch
-from kvrt.session import fingerprint
+from kvrt.cli.run.generation import Reading
+from kvrt.errors import BadLogits, BadSession, KvrtError, SaveError, SessionMismatch
+from kvrt.program.sample import can_sample
+from kvrt.session import OpenedSession, fingerprint
 from kvrt.session.change import replace
+from kvrt.session.change.damage import find_damage
 from kvrt.session.change.replace import Change, SessionTokens
 from kvrt.session.change.sequences import save_sequence
 from kvrt.session.divided.blocks import divided_groups
@@ -285,3 +288,24 @@ def _same(a: SessionTokens, b: SessionTokens) -> bool:
 
 def _alike(a: SessionTokens, b: SessionTokens) -> bool:
     return fingerprint.digest(a.fingerprint) == fingerprint.digest(b.fingerprint)
+
+
+def check_sound(path: Path, runtime: Runtime, reading: Reading) -> None:
+    """Refuses to save keys and values that are not finite.
+
+    Every later token sees them, so the last one's logits tell; without them the arrays do.
+    """
+    if reading.whole and can_sample(runtime.last_logits(0)[0]):
+        return
+    found = find_damage(runtime.snapshot())
+    if reading.whole or found:
+        why = found or "the logits of the last token have NaN, +inf or no finite value"
+        raise BadLogits(f"{path}: not saved, since {why}; the weights are damaged: check the model")
+
+
+def held_tokens(opened: OpenedSession) -> SessionTokens:
+    """The text of a session that a save replaces: of a sequence that was chosen, it alone."""
+    n_more = sum(opened.manifest.n_tokens.values()) - len(opened.held[1])
+    n_more = n_more if opened.chosen is None else 0
+    said = opened.manifest.fingerprint
+    return SessionTokens(fingerprint=said, ids=opened.held[1], n_more=n_more)

@@ -7,10 +7,11 @@ from pathlib import Path
 import jax
 
 from kvrt import PromptCache, session
+from kvrt.cli.ask.answers import end_answer
 from kvrt.cli.flags.session_files import AskOptions
 from kvrt.cli.process import output, status
 from kvrt.cli.process.interrupt import Interrupt
-from kvrt.cli.report import summary
+from kvrt.cli.report.exactness import reused_part
 from kvrt.cli.run.generation import Generation, Reading
 from kvrt.cli.schema import opened
 from kvrt.cli.session.open_session import check_fits, follow, naming_session, open_existing
@@ -81,21 +82,13 @@ class _Prompt:
             spans=[(len(ids) - served.n_computed, len(ids))],
             n_done=served.n_computed,
             seconds=seconds,
+            reused=reused_part(runtime.n_exact(), "modules"),
         )
         await_programs(runtime, quiet=quiet)
         job = Generation(options, self._model, runtime, reading, self._weights.note(self._model))
         with Interrupt() as interrupt:
             reason = job.run(interrupt)
-            self._report(job.outcome(reason))
+            end_answer(options, job.outcome(reason), options.question or "")
             if job.failed is not None:
                 raise job.failed
             return interrupt.exit_code if reason == "interrupted" else 0
-
-    def _report(self, outcome: summary.Outcome) -> None:
-        options = self._options
-        if options.json:
-            output.write_text(summary.outcome_json(outcome, question=options.question) + "\n")
-            return
-        output.write_text("\n")
-        if not options.quiet:
-            output.note("\n".join(summary.summary(outcome)[:2]))

@@ -78,7 +78,9 @@ def _sequence(s: int, found: Manifest, held: TokenHistory) -> dict[str, Any]:
 
 def _policy(said: Mapping[str, Any] | None) -> str | None:
     """The policy by position that a run of this sequence takes up; n_keep is --keep and BOS."""
-    return said and phrases.named_settings({k: v for k, v in said.items() if v is not None})
+    if not said:
+        return None
+    return phrases.named_settings({k: v for k, v in said.items() if v is not None})
 
 
 def _group(i: int, entry: GroupEntry, said: Mapping[str, Any]) -> dict[str, Any]:

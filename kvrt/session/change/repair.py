@@ -18,7 +18,7 @@ from kvrt.cells.edits import Keep, Remove
 from kvrt.errors import DAMAGED, BadSession, CannotRewind
 from kvrt.session import codec, expected, io
 from kvrt.session.change import edit
-from kvrt.session.change.sequences import cells_in_blocks, join_sequences, owner_bits
+from kvrt.session.change.sequences import cells_in_blocks, join_sequences, one_owner
 from kvrt.session.divided.division import pieces
 from kvrt.session.kv_file.blobs import Tensors
 from kvrt.session.manifest import Manifest
@@ -217,7 +217,7 @@ def _before(part: GroupPart, seq_id: int, pos: int) -> GroupPart:
         part,
         index=part.index[left],
         pos=part.pos[left],
-        seqs=owner_bits(int(left.sum()), seq_id),
+        seqs=one_owner(int(left.sum()), seq_id),
         lost={},
         blocks=list(edit.some_cells(part.blocks, left)),
     )
@@ -231,7 +231,7 @@ def _of_tail(tail: TailPart, seq_id: int) -> GroupPart:
         head=tail.head,
         index=tail.index,
         pos=tail.pos,
-        seqs=owner_bits(len(tail.pos), seq_id),
+        seqs=one_owner(len(tail.pos), seq_id),
         lost={seq_id: lost} if lost else {},
         blocks=list(cells_in_blocks([KVBlock(k=tail.k, v=tail.v)], len(tail.pos))),
     )

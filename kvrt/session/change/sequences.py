@@ -118,7 +118,7 @@ def _renumbered(new: Snapshot, seq_id: int) -> Snapshot:
         return {seq_id: x[0]} if 0 in x else {}
 
     def group(part: GroupPart) -> GroupPart:
-        return dataclasses.replace(part, seqs=owner_bits(len(part.pos), seq_id), lost=of(part.lost))
+        return dataclasses.replace(part, seqs=one_owner(len(part.pos), seq_id), lost=of(part.lost))
 
     def checkpoint(x: CheckpointPart) -> CheckpointPart:
         return dataclasses.replace(x, seq_ids=(seq_id,))
@@ -216,7 +216,7 @@ def _history(a: TokenHistory, b: TokenHistory) -> TokenHistory:
     )
 
 
-def owner_bits(n: int, seq_id: int) -> UInt32[np.ndarray, "n W"]:
+def one_owner(n: int, seq_id: int) -> UInt32[np.ndarray, "n W"]:
     """Bits of n cells that belong to one sequence."""
     seqs = np.zeros((n, seq_id // 32 + 1), np.uint32)
     seqs[:, -1] = np.uint32(1) << np.uint32(seq_id % 32)

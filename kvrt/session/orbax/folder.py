@@ -276,11 +276,11 @@ def _manifest(body: bytes) -> Manifest:
     return found
 
 
-def _check_readable(rows: Path, body: bytes) -> None:
+def _check_readable(written: Path, body: bytes) -> None:
     """Reads back manifest and cells by the rules of a reader, before the index names them."""
     found = _manifest(body)
     name = codec.blob_names(found)[-1]
-    codec.cells(found, _read_part(rows, len(found.blobs) - 1, found.meta, name))
+    codec.cells(found, rows.read_part(written, len(found.blobs) - 1, found.meta, name))
 
 
 def _head(path: Path, is_use: bool = True) -> tuple[int, bytes]:

@@ -11,7 +11,7 @@ from kvrt.session.kv_file import blobs
 from kvrt.session.kv_file.blobs import Tensors
 from kvrt.session.manifest import Blob, Manifest
 from kvrt.session.orbax import parts
-from kvrt.session.orbax.read import Region, read_checkpoint, whole_array
+from kvrt.session.orbax.read import Region, check_size, read_checkpoint, whole_array
 
 Regions = dict[str, Region]  # of one block or piece, by array
 
@@ -62,7 +62,12 @@ def read_part(path: Path, i: int, blob: Blob, name: str) -> Tensors:
 
 
 def read_sound(path: Path, found: Manifest) -> list[Tensors | BadSession]:
-    """Every blob of a manifest, or what is wrong with it."""
+    """Every blob of a manifest, or what is wrong with it.
+
+    Raises:
+      BadSession: the manifest names more bytes than the files can hold.
+    """
+    check_size(path, sum(blob.n_bytes for blob in found.blobs))
     names, out = codec.blob_names(found), _readable(path, _regions(found))
     for i, x in enumerate(out):
         if not isinstance(x, BadSession):

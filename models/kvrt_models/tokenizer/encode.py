@@ -191,11 +191,13 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         raise BadModelFile(
             f"tokenizer.ggml.model is {brief(model)}, a text is wanted; convert the model again"
         )
-    if model == "gpt2":
+    if model in ("gpt2", "gemma4"):
         from kvrt_models.tokenizer import bpe
+        from kvrt_models.tokenizer.pre_tokenizers import pre_tokenizer
 
         # Files without the key are older than it, and llama.cpp takes "default" for them.
-        pre = bpe.pre_tokenizer(metadata.get("tokenizer.ggml.pre", "default"))
+        name = metadata.get("tokenizer.ggml.pre", "default")
+        pre = pre_tokenizer(model if model == "gemma4" else name)
         vocab = vocab_from_gguf(metadata, add_bos=pre.add_bos, bos=None, eos=None)
         codec = SplitCodec(vocab, bpe.bpe_codec(metadata, vocab, pre))
         return Tokenizer(vocab=vocab, codec=codec, digest=_digest(vocab, metadata))
@@ -208,8 +210,8 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     if model is None:
         raise BadModelFile("the file has no tokenizer.ggml.model; use a file with its vocabulary")
     raise UnsupportedModel(
-        f"tokenizer.ggml.model is {brief(model)}; gpt2 and llama are known; use the model as a "
-        f"Hugging Face folder instead"
+        f"tokenizer.ggml.model is {brief(model)}; gpt2, llama and gemma4 are known; use the model "
+        f"as a Hugging Face folder instead"
     )
 
 
