@@ -326,7 +326,7 @@ class BatchCourse(Course):
         if len(now) - len(self._there) < end.last("done"):
             found.append(f"{end.last('done')} requests ended, {len(now) - len(self._there)} there")
         if end.is_graceful and end.stage == "working":
-            if b"are left" not in end.err or not self._metrics.exists():
+            if b"requests   " not in end.err or not self._metrics.exists():
                 found.append("no summary or no metrics")
             if self._path.read_bytes()[-1:] not in (b"\n", b""):
                 found.append("half a line")
