@@ -162,7 +162,7 @@ def check_match(found: Fingerprint, wanted: Fingerprint, *, convert: bool) -> No
             "use the model that it was made with; an older session does not name the dtype of its "
             "weights, which may have been bf16 or f16"
         )
-    elif (there := model_name(found)) and there != (here := model_name(wanted)):
+    elif (there := named_model(found)) and there != (here := named_model(wanted)):
         raise SessionMismatch(
             f"the session was made with the model {there}, this is {here or 'one without a name'} "
             f"({name} differs{more}); use that model (-m)"
@@ -174,7 +174,7 @@ def check_match(found: Fingerprint, wanted: Fingerprint, *, convert: bool) -> No
     )
 
 
-def model_name(fingerprint: Fingerprint) -> str:
+def named_model(fingerprint: Fingerprint) -> str:
     """The name of the model that a session was made with; "" in older ones."""
     model = fingerprint.get("model")
     return str(model.get(NAME, "")) if isinstance(model, Mapping) else ""

@@ -26,6 +26,19 @@ PolicyName = Literal[
     "duo_attention",
 ]
 BY_POSITION = get_args(DropName)
+_BY_SCORE = tuple(name for name in get_args(PolicyName) if name not in BY_POSITION)
+# The policies that a flag is of.
+_OF = {
+    "n_discard": ("context_shift",),
+    "n_window": ("attention_sinks",),
+    "n_drop": ("attention_sinks",),
+    "n_sink": ("attention_sinks", *_BY_SCORE),
+    "policy_budget": _BY_SCORE,
+    "policy_interval": _BY_SCORE,
+    "streaming_heads": ("duo_attention",),
+    "n_stream": ("duo_attention",),
+    "n_read": ("sparse_window",),
+}
 _context = functools.partial(flag, "Context")
 _policy = functools.partial(flag, "Context", advanced=True)
 
@@ -106,20 +119,29 @@ class KeepFlags(Options):
         """The policy that is meant."""
         raise NotImplementedError  # of the groups of flags with a --policy
 
+    @property
+    def policy_elsewhere(self) -> bool:
+        """Whether a session, or a line of requests, may say the policy."""
+        return False
+
     def check(self) -> None:
-        """Refuses heads that stream without the policy that has them, and that policy without."""
+        """Refuses flags of another policy, and heads that stream without a file of them."""
         super().check()
-        duo = self.policy_name == "duo_attention"
-        if duo and self.streaming_heads is None:
+        if self.policy_name == "duo_attention" and self.streaming_heads is None:
             raise UsageError(
                 "--policy duo_attention wants to know which heads stream; add --streaming_heads "
                 "FILE, which scripts/streaming_heads.py writes"
             )
-        for name in ("streaming_heads", "n_stream"):
-            if name in self.given and not duo:
-                raise UsageError(f"--{name} is of heads that stream; add --policy duo_attention")
-        if self.n_read and self.policy_name != "sparse_window":
-            raise UsageError("--n_read is of sparse_window; add --policy sparse_window")
+        for name, policies in _OF.items():
+            if (
+                name in self.given
+                and self.policy_name not in policies
+                and not self.policy_elsewhere
+            ):
+                some = " or ".join(policies[:2]) + (" or another of them" if policies[2:] else "")
+                raise UsageError(
+                    f"--{name} says nothing with --policy {self.policy_name}; add --policy {some}"
+                )
         if "refresh_every" in self.given and not self.n_read:
             raise UsageError("--refresh_every is of --n_read; add --n_read N")
 

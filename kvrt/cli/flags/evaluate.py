@@ -257,6 +257,11 @@ class RunOptions(WriteFlags, TextFlags, SessionFlags, PromptFlags):
         """Whether a session, or a schema, may hold the prompt."""
         return self.session is not None and not self.append
 
+    @property
+    def policy_elsewhere(self) -> bool:
+        """Whether a session may say the policy."""
+        return self.session is not None
+
     def check(self) -> None:
         """Refuses log-probabilities in text."""
         super().check()

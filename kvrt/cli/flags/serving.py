@@ -280,6 +280,11 @@ class BatchOptions(
         8, "with --draft: tokens drafted a step", "K", low=1, most=64, advanced=True
     )
 
+    @property
+    def policy_elsewhere(self) -> bool:
+        """Whether a line may say the policy."""
+        return True
+
     def check(self) -> None:
         """Refuses options of blocks where there are none, and of cells where there are blocks."""
         super().check()

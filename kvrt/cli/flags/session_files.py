@@ -86,6 +86,11 @@ class PrefillOptions(QuietFlags, TextFlags, PromptFlags, ReplaceFlags, NewFileFl
         """Whether a schema holds the text."""
         return self.schema is not None
 
+    @property
+    def policy_elsewhere(self) -> bool:
+        """Whether the session that is there may say the policy."""
+        return True
+
     def check(self) -> None:
         """Refuses a conversation as a chunk, and one that is appended."""
         super().check()
@@ -165,6 +170,11 @@ class AskOptions(WriteFlags, EvalFlags, ChunkFlags, QuestionFlags, SequenceFlags
     schema: str | None = _schema(
         "QUESTION is a <prompt> of the modules that the session has of this schema"
     )
+
+    @property
+    def policy_elsewhere(self) -> bool:
+        """Whether the session may say the policy."""
+        return self.session is not None
 
     def check(self) -> None:
         """Wants a session or chunks, and a question or a file of them."""

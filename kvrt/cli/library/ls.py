@@ -61,7 +61,7 @@ def model_of(entry: Entry) -> str:
         said = io.read_cells(entry.path, is_use=False)[0].fingerprint
     except KvrtError:
         return ""
-    return fingerprint.model_name(said)
+    return fingerprint.named_model(said)
 
 
 def _fields(entry: Entry) -> dict[str, str | int]:
