@@ -63,7 +63,7 @@ class Answers:
             return interrupt.exit_code
         if reason == "context_full" and options.n_predict != -2:
             raise CacheFull(
-                f"the context is full at question {i + 1}: {runtime.config.n_ctx} cells hold "
+                f"the context is full at question {i + 1}: {runtime.config.n_ctx:,} cells hold "
                 "the session, the question and the answer; raise -c"
             )
         return 0

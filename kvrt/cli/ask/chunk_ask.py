@@ -159,7 +159,7 @@ class ChunkAsker:
         """One line on what was reused."""
         n, m = blended.n_reused, len(blended.computed)
         return (
-            f"chunks     {len(self._files)} of {n:,} tokens in all: {n - m:,} reused, {m:,} "
+            f"chunks     {len(self._files):,} of {n:,} tokens in all: {n - m:,} reused, {m:,} "
             f"recomputed behind layer {self._spec.check_layer} (ratio {blended.ratio:.2g})"
             f"{self._timed(blended)}{self._kept()}"
         )

@@ -87,7 +87,7 @@ class Report:
         """One line."""
         n, verb = len(self._gone), "would be deleted" if self._dry_run else "deleted"
         return (
-            f"{n} of {n + len(self._kept)} sessions {verb}, "
+            f"{n:,} of {n + len(self._kept):,} sessions {verb}, "
             f"{sum(e.n_bytes for e in self._gone):,} bytes; "
             f"{sum(e.n_bytes for e in self._kept):,} are left"
         )

@@ -80,7 +80,7 @@ def check_memory(
         what = "tokens in blocks" if paged else "cells"
         beside = f" (with {_gb(widened)} for a widened matrix)" if widened else ""
         raise BadConfig(
-            f"a cache of {config.n_ctx} {what} needs {_gb(wanted)}{beside}, {_gb(left)} are "
+            f"a cache of {config.n_ctx:,} {what} needs {_gb(wanted)}{beside}, {_gb(left)} are "
             "available; "
             "lower -c, or halve it with --cache_type_k bf16 --cache_type_v bf16"
         )

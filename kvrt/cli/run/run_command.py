@@ -41,7 +41,7 @@ def _execute(options: RunOptions, given: prompt.Prompt) -> int:
     reader = PromptRun(options, given, kept, quiet=options.quiet)
     n_vocab = reader.model.spec.n_vocab
     if options.logprobs > n_vocab:
-        raise UsageError(f"--logprobs {options.logprobs}: the vocabulary has {n_vocab} tokens")
+        raise UsageError(f"--logprobs {options.logprobs}: the vocabulary has {n_vocab:,} tokens")
     drafter = open_drafter(options, reader.model, reader.runtime.config, reader.n_prompt)
     reader.prepare()
     with Interrupt() as interrupt:
@@ -78,8 +78,8 @@ def _answer(options: RunOptions, reader: PromptRun, job: Generation, interrupt: 
 def _full(config: CacheConfig, n_prompt: int) -> CacheFull:
     remedy = "raise -c" if config.self_extend else "use --context_shift or raise -c"
     return CacheFull(
-        f"the context is full: its {config.n_ctx} cells hold the {n_prompt} tokens of the prompt "
-        f"and what follows, and shifting is off; {remedy}"
+        f"the context is full: its {config.n_ctx:,} cells hold the {n_prompt:,} tokens of the "
+        f"prompt and what follows, and shifting is off; {remedy}"
     )
 
 

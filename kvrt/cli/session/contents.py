@@ -53,7 +53,7 @@ def cell_maps(opened: OpenedSession) -> list[list[str]]:
     for i, group in enumerate(opened.groups):
         n_cells, seqs = group.n_cells, group.seqs
         if n_cells > _MAX_CELLS:
-            raise BadSession(f"group {i} has {n_cells} cells; a map shows {_MAX_CELLS} at most")
+            raise BadSession(f"group {i} has {n_cells:,} cells; a map shows {_MAX_CELLS} at most")
         owners = np.zeros((n_cells, max(seqs.shape[1], 1)), np.uint32)
         owners[group.index] = seqs
         out.append(signs(owners))

@@ -55,7 +55,7 @@ def cut_at(snapshot: Snapshot, n: int, flag: str) -> Snapshot:
     seq_id = min(snapshot.seq_ids, default=0)
     pos = texts.positions(snapshot.history, seq_id)
     if n > len(pos):
-        raise UsageError(f"{flag} {n}: the session holds {len(pos)} tokens; give at most as many")
+        raise UsageError(f"{flag} {n}: the session holds {len(pos):,} tokens; give at most as many")
     if n == len(pos):
         return snapshot
     if pos[n] == pos[n - 1]:

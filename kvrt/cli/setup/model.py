@@ -37,7 +37,7 @@ def open_with_status(
     with status.waiting(f"reading header and tokenizer of {path.name}", not quiet) as say:
         watch = Watch(
             tell=output.warn,
-            show=lambda n, n_all: say(f"quantizing weights, {n} of {n_all}"),
+            show=lambda n, n_all: say(f"quantizing weights, {n:,} of {n_all:,}"),
             digest=lambda: say("reading all of the model's file once, for its digest"),
         )
         opened = load.open_model(path, dtype=dtype, on_host=on_host, watch=watch)
@@ -77,7 +77,7 @@ def compile_programs(
     """
 
     def reading(n: int, n_all: int) -> None:
-        say(f"reading weights, {n} of {n_all} tensors there")
+        say(f"reading weights, {n:,} of {n_all:,} tensors there")
 
     with status.waiting("compiling programs", not quiet) as say:
         wanted = request(options, model.tokenizer)
@@ -97,6 +97,6 @@ def _compiling(say: status.Say) -> CompileProgress:
 
     def show(n: int, n_all: int, n_from_disk: int) -> None:
         disk = f", {n_from_disk} from the disk" if n_from_disk else ""
-        say(f"compiling programs, {n} of {n_all} there{disk}")
+        say(f"compiling programs, {n:,} of {n_all:,} there{disk}")
 
     return show
