@@ -4,11 +4,11 @@ Names are imported on first use, so that `kvrt --help` does not wait for JAX.
 """
 
 import importlib
-import importlib.metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     __version__: str
+    from kvrt import errors, policies, session
     from kvrt.attention import (
         Attend,
         BlockView,
@@ -37,8 +37,42 @@ if TYPE_CHECKING:
     from kvrt.drafts.drafter import DraftContext, Drafter, Speculation
     from kvrt.drafts.layer_skip import LayerSkip
     from kvrt.drafts.prompt_lookup import PromptLookup
-    from kvrt.errors import Busy
-    from kvrt.policies import AttentionSinks, ContextShift
+    from kvrt.errors import (
+        BadConfig,
+        BadLogits,
+        BadModelFile,
+        BadRange,
+        BadRequest,
+        BadSequence,
+        BadSession,
+        BadToken,
+        Busy,
+        CacheFull,
+        CannotRewind,
+        FetchError,
+        KvrtError,
+        NoKernel,
+        SaveError,
+        SessionMismatch,
+        SharedCells,
+        UnsupportedModel,
+        UsageError,
+    )
+    from kvrt.policies import AttentionSinks, ContextShift, Policy, ScoredPolicy
+    from kvrt.policies.scored import (
+        H2O,
+        TOVA,
+        DuoAttention,
+        ExpectedAttention,
+        KeyDiff,
+        Keyformer,
+        KeyNorm,
+        KVzip,
+        Scissorhands,
+        SnapKV,
+        SparseWindow,
+    )
+    from kvrt.program.disk_hits import keep_programs
     from kvrt.program.mesh import MeshSpec
     from kvrt.program.sample import Sampling
     from kvrt.reuse.blend import BlendSpec
@@ -63,6 +97,7 @@ if TYPE_CHECKING:
     from kvrt.serving.sessions.pins import Pin
     from kvrt.serving.sessions.private_prefix import PrivatePrefix
     from kvrt.state_arrays import StateArray
+    from kvrt_models.load import load
 
 _HOMES = {
     "After": "runtime.generate",
@@ -84,9 +119,41 @@ _HOMES = {
     "PlacedSchema": "reuse.schema",
     "Served": "runtime.prompt_cache",
     "BlockView": "attention",
+    "BadConfig": "errors",
+    "BadLogits": "errors",
+    "BadModelFile": "errors",
+    "BadRange": "errors",
+    "BadRequest": "errors",
+    "BadSequence": "errors",
+    "BadSession": "errors",
+    "BadToken": "errors",
     "Busy": "errors",
+    "CacheFull": "errors",
+    "CannotRewind": "errors",
+    "FetchError": "errors",
+    "KvrtError": "errors",
+    "NoKernel": "errors",
+    "SaveError": "errors",
+    "SessionMismatch": "errors",
+    "SharedCells": "errors",
+    "UnsupportedModel": "errors",
+    "UsageError": "errors",
     "CacheConfig": "config",
     "ContextShift": "policies",
+    "Policy": "policies",
+    "ScoredPolicy": "policies",
+    "DuoAttention": "policies.scored",
+    "ExpectedAttention": "policies.scored",
+    "H2O": "policies.scored",
+    "KVzip": "policies.scored",
+    "KeyDiff": "policies.scored",
+    "KeyNorm": "policies.scored",
+    "Keyformer": "policies.scored",
+    "Scissorhands": "policies.scored",
+    "SnapKV": "policies.scored",
+    "SparseWindow": "policies.scored",
+    "TOVA": "policies.scored",
+    "keep_programs": "program.disk_hits",
     "Decoder": "attention",
     "DraftContext": "drafts.drafter",
     "Drafter": "drafts.drafter",
@@ -133,18 +200,33 @@ _HOMES = {
     "attend": "attention",
 }
 
+# Rooms with public names of their own.
+_ROOMS = ("errors", "policies", "session")
+
 __all__ = [
+    "H2O",
+    "TOVA",
     "After",
     "Attend",
     "AttentionChoice",
     "AttentionSinks",
+    "BadConfig",
+    "BadLogits",
+    "BadModelFile",
+    "BadRange",
+    "BadRequest",
+    "BadSequence",
+    "BadSession",
+    "BadToken",
     "BeamSpec",
     "BlendSpec",
     "Blended",
     "BlockView",
     "Busy",
     "CacheConfig",
+    "CacheFull",
     "CachedChunk",
+    "CannotRewind",
     "Cells",
     "CheckpointUse",
     "ChunkStore",
@@ -155,12 +237,20 @@ __all__ = [
     "DraftModel",
     "Drafter",
     "DropEvent",
+    "DuoAttention",
     "Engine",
     "EngineConfig",
     "EngineStats",
+    "ExpectedAttention",
+    "FetchError",
     "GenerationSpec",
     "GroupSpec",
     "Indexed",
+    "KVzip",
+    "KeyDiff",
+    "KeyNorm",
+    "Keyformer",
+    "KvrtError",
     "LayerAttention",
     "LayerKV",
     "LayerSkip",
@@ -168,10 +258,12 @@ __all__ = [
     "LostCheckpoint",
     "MaskSpec",
     "MeshSpec",
+    "NoKernel",
     "Output",
     "Pin",
     "PlacedModule",
     "PlacedSchema",
+    "Policy",
     "PoolUse",
     "PrivatePrefix",
     "PromptCache",
@@ -185,12 +277,19 @@ __all__ = [
     "Rules",
     "Runtime",
     "Sampling",
+    "SaveError",
+    "Scissorhands",
+    "ScoredPolicy",
     "Select",
     "SelfExtend",
     "SeqView",
     "Served",
     "SessionDir",
+    "SessionMismatch",
     "ShardedDecoder",
+    "SharedCells",
+    "SnapKV",
+    "SparseWindow",
     "Speculation",
     "StateArray",
     "Stats",
@@ -199,13 +298,22 @@ __all__ = [
     "TierUse",
     "Token",
     "TokenQKV",
+    "UnsupportedModel",
+    "UsageError",
     "attend",
+    "errors",
+    "keep_programs",
+    "load",
+    "policies",
+    "session",
     "version",
 ]
 
 
 def version() -> str:
     """The version that is installed."""
+    import importlib.metadata  # late: until it is imported a signal is a traceback
+
     try:
         return importlib.metadata.version("kvrt")
     except importlib.metadata.PackageNotFoundError:
@@ -215,6 +323,15 @@ def version() -> str:
 def __getattr__(name: str):
     if name == "__version__":
         return version()
+    if name == "load":
+        # The one name of `kvrt_models` here; nothing else in kvrt but the command imports that.
+        return importlib.import_module("kvrt_models.load").load
+    if name in _ROOMS:
+        return importlib.import_module(f"kvrt.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'kvrt' has no attribute {name!r}")
     return getattr(importlib.import_module(f"kvrt.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -10,7 +10,8 @@ dim, N block, B cell in a block, W mask words a cell, R output rows, V vocabular
 import dataclasses
 import sys
 import typing
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 from jaxtyping import Bool, Float, Float16, Int, Int32, Shaped, UInt8, UInt32
@@ -42,6 +43,7 @@ __all__ = [
     "Int",
     "Int32",
     "Shaped",
+    "TokenIds",
     "UInt8",
     "UInt32",
     "is_host",
@@ -52,6 +54,8 @@ __all__ = [
 
 # Host plans hold NumPy arrays, device state holds JAX arrays; the functions of `cells` take both.
 AnyArray = np.ndarray | DeviceArray
+# Ids of tokens as callers give them; steps have them as int32[T].
+TokenIds = Sequence[SupportsIndex] | Int[AnyArray, " n"]
 
 
 @typing.dataclass_transform(

@@ -10,9 +10,14 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
-from kvrt.cache_rules import check_checkpoints, check_types
+from kvrt.config_rules import (
+    check_checkpoints,
+    check_indexed,
+    check_latent,
+    check_shared,
+    check_types,
+)
 from kvrt.errors import BadConfig
-from kvrt.group_rules import check_indexed, check_latent, check_shared
 from kvrt.kv_types import (
     CHANNEL_CODECS,
     CODECS,
@@ -20,11 +25,12 @@ from kvrt.kv_types import (
     KeyDtypes,
     KVDtype,
     KVDtypes,
-    any_quantized,
     by_group,
+    default_kv_dtype,
 )
 from kvrt.select_spec import Indexed, Select, check_config
 from kvrt.state_arrays import StateArray, check_state
+from kvrt.whole_numbers import take_whole_numbers
 
 RopeMode = Literal["write", "read"]
 RopeLayout = Literal["norm", "neox"]
@@ -91,6 +97,7 @@ class RopeSpec:
 
     def __post_init__(self) -> None:
         """Refuses odd n_rot, factors of another length and rules without their parameters."""
+        take_whole_numbers(self)
         _check(self.n_rot > 0 and self.n_rot % 2 == 0, f"n_rot is {self.n_rot}; even, above 0")
         _check(self.base > 0 and self.factor > 0, "rope base and factor must be above 0")
         _check(self.layout in get_args(RopeLayout), f"rope layout {self.layout!r} is unknown")
@@ -103,6 +110,11 @@ class RopeSpec:
             _check(self.n_ctx_orig > 0, f"rope scaling {self.scaling} needs n_ctx_orig above 0")
         if self.scaling == "longrope":
             _check(bool(self.short_factors and self.long_factors), "longrope needs both factors")
+
+    @property
+    def by_length(self) -> bool:
+        """Whether frequencies follow from the size of the context."""
+        return self.scaling in ("dynamic_ntk", "longrope")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,6 +136,7 @@ class MaskSpec:
 
     def __post_init__(self) -> None:
         """Refuses a window without a size."""
+        take_whole_numbers(self)
         _check(self.kind in get_args(MaskKind), f"mask {self.kind!r} is unknown")
         _check((self.kind == "full") == (self.size == 0), f"mask {self.kind} with size {self.size}")
         _check(self.size >= 0 and self.n_sink >= 0, "mask size and n_sink must not be negative")
@@ -186,6 +199,7 @@ class GroupSpec:
 
     def __post_init__(self) -> None:
         """Refuses empty groups, rotations wider than the head and layers that cannot share."""
+        take_whole_numbers(self)
         _check(len(self.layers) > 0, "a group needs at least one layer")
         _check(self.n_kv_heads > 0 and self.head_dim > 0, "heads and head_dim must be above 0")
         _check_finite("a group", self)
@@ -246,6 +260,7 @@ class RecurrentSpec:
 
     def __post_init__(self) -> None:
         """Refuses specs without layers, layers out of order and empty states."""
+        take_whole_numbers(self)
         check_state(self.layers, self.shapes, self.by_layer)
 
     @property
@@ -276,6 +291,7 @@ class SelfExtend:
 
     def __post_init__(self) -> None:
         """Refuses sizes below one and, for "cache", a window that groups do not fill."""
+        take_whole_numbers(self)
         _check(self.ga_n >= 1 and self.ga_w >= 1, f"ga_n {self.ga_n}, ga_w {self.ga_w}; at least 1")
         _check(self.kind in ("cache", "paper"), f"SelfExtend {self.kind!r}; 'cache' or 'paper'")
         whole = self.kind == "paper" or self.ga_w % self.ga_n == 0
@@ -296,8 +312,9 @@ class CacheConfig:
       block_size: consecutive cells that attention reads at a time.
       n_ubatch: tokens one prefill step runs at most.
       type_k: KV dtype of keys, see `kvrt.kv_types`; or one a group of attention layers, in the
-        order of the model's `groups`. kivi4 and kivi2 are for keys alone and quantize them by
-        channel, see `kvrt.store.per_channel`.
+        order of the model's `groups`. "auto" is f16 on CPU and bf16 on GPU and TPU, as of the
+        command; the `config` of a Runtime or an Engine says which. kivi4 and kivi2 are for keys
+        alone and quantize them by channel, see `kvrt.store.per_channel`.
       type_v: KV dtype of values, likewise.
       hadamard: keys and values are transformed before they are quantized, which spreads what lies
         in few channels over many, see `kvrt.store.hadamard`; those of float types stay as they are.
@@ -330,8 +347,8 @@ class CacheConfig:
     n_seq_max: int = 1
     block_size: int = 256
     n_ubatch: int = 512
-    type_k: KeyDtypes = "f32"
-    type_v: KVDtypes = "f32"
+    type_k: KeyDtypes = "auto"
+    type_v: KVDtypes = "auto"
     hadamard: bool = False
     rope: RopeMode = "write"
     attention: Literal["auto"] | Implementation | str = "auto"
@@ -344,13 +361,20 @@ class CacheConfig:
     checkpoint_bytes: int | None = None
     select: Select | None = None
 
+    def for_platform(self, platform: str) -> "CacheConfig":
+        """The config with the KV dtypes that "auto" is on a platform of JAX."""
+        usual = default_kv_dtype(platform)
+        types = {x: usual for x in ("type_k", "type_v") if getattr(self, x) == "auto"}
+        return dataclasses.replace(self, **types) if types else self
+
     @property
     def requantizes(self) -> bool:
-        """Whether a K-shift quantizes the keys that it moves again."""
-        return self.rope == "write" and any_quantized(self.type_k)
+        """Whether a K-shift rounds the keys that it moves to their KV dtype again."""
+        return self.rope == "write" and set(by_group(self.type_k)) != {"f32"}
 
     def __post_init__(self) -> None:
         """Refuses sizes below one and unknown names."""
+        take_whole_numbers(self)
         for name in ("n_ctx", "n_seq_max", "block_size", "n_ubatch"):
             value = getattr(self, name)
             _check(value >= 1, f"{name} is {value}; it must be at least 1")

@@ -6,6 +6,11 @@ that raises one of these has changed nothing.
 
 import warnings
 
+# What there is to do about a session that is damaged, for the end of a message.
+DAMAGED = (
+    "the session is damaged: kvrt repair keeps what is sound, kvrt run --overwrite replaces it"
+)
+
 
 def reason(error: OSError) -> str:
     """Why the system refused, in its own words, for the middle of a line."""

@@ -1,35 +1,84 @@
-"""One call at a time: what keeps two threads from tearing a `Runtime` or an `Engine` apart.
+"""One call at a time, in the process that began: the guard of a `Runtime` and of an `Engine`.
+
+Each call runs under kvrt's settings of JAX (`kvrt.jax_settings`), whatever the process has.
 
 A call plans on the host, runs on the device and then notes what was done. A second call in between
 would plan on what is no longer there. It is refused at once instead of being made to wait: who
 shares such an object between threads has to say in which order calls are made, and a lock of their
 own or a queue does.
+
+A fork copies none of JAX's threads: a step in a forked process would wait for them for ever.
 """
 
 import functools
+import os
 import threading
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from types import FunctionType
 from typing import Any, TypeVar
 
-from kvrt.errors import Busy
+from kvrt.errors import Busy, UsageError
+from kvrt.jax_settings import own_settings
+from kvrt.whole_numbers import python_int
 
 T = TypeVar("T")
 # The attribute of a guarded object that holds its guard.
 _NAME = "_exclusive"
 
 
+class _Process:
+    """Whether JAX was started here, and whether in a process that this one was forked from."""
+
+    started = forked = False
+
+
+def _note_fork() -> None:
+    _Process.forked = _Process.started
+
+
+if hasattr(os, "register_at_fork"):  # Windows does not fork.
+    os.register_at_fork(after_in_child=_note_fork)
+
+
+def start_jax(call: str) -> None:
+    """Notes that this process uses JAX from here on.
+
+    Raises:
+      UsageError: it was forked from a process that did.
+    """
+    _check_not_forked(call)
+    _Process.started = True
+
+
+def _check_not_forked(call: str) -> None:
+    if _Process.forked:
+        raise UsageError(
+            f"{call} was called in process {os.getpid()}, which was forked from one that used "
+            "JAX, whose threads no fork copies: it would wait for ever; fork before a model is "
+            'loaded, or start processes by "spawn" or "forkserver"'
+        )
+
+
 class Exclusive:
-    """The guard of one object; taking it costs a lock that never waits."""
+    """The guard of one object; taking it costs a lock that never waits.
+
+    Attributes:
+      is_closed: calls are refused, for what they need was freed.
+    """
 
     def __init__(self, what: str):
-        """Nobody calls.
+        """Begins to guard; JAX runs in this process from here on.
 
         Args:
           what: the object's class, for messages.
+
+        Raises:
+          UsageError: this process was forked from one where it ran.
         """
+        start_jax(what)
         self._what, self._lock = what, threading.Lock()
         self._call, self._thread, self._in_callback = "", 0, False
+        self.is_closed = False
 
     def enter(self, call: str, *, reads: bool = False) -> bool:
         """Begins a call; whether `leave` has to end it.
@@ -41,7 +90,11 @@ class Exclusive:
 
         Raises:
           Busy: another call has not returned.
+          UsageError: the object was closed, or this process was forked from the one that made it.
         """
+        _check_not_forked(f"{self._what}.{call}")
+        if self.is_closed:
+            raise UsageError(f"{self._what}.{call}: the {self._what} is closed; make another")
         if self._lock.acquire(blocking=False):
             self._call, self._thread = call, threading.get_ident()
             return True
@@ -96,7 +149,8 @@ class Guarded(Iterator[T]):
         """
         self._guard.enter(self._call)
         try:
-            return next(self._items)
+            with own_settings():
+                return next(self._items)
         finally:
             self._guard.leave()
 
@@ -108,7 +162,8 @@ class Guarded(Iterator[T]):
         """
         self._guard.enter(self._call)
         try:
-            self._items.close()
+            with own_settings():
+                self._items.close()
         finally:
             self._guard.leave()
 
@@ -137,6 +192,7 @@ def one_call_at_a_time(
                 setattr(cls, name, property(_guarded(member.fget, name, name in reads)))
             elif isinstance(member, FunctionType):
                 setattr(cls, name, _guarded(member, name, name in reads))
+        cls.__init__ = own_settings()(cls.__init__)
         return cls
 
     return guarded
@@ -148,9 +204,18 @@ def _guarded(method: Callable[..., Any], name: str, reads: bool) -> Callable[...
         guard: Exclusive = getattr(self, _NAME)
         entered = guard.enter(name, reads=reads)
         try:
-            return method(self, *args, **kwargs)
+            with own_settings():
+                plain_args = map(_plain, args)
+                return method(self, *plain_args, **{k: _plain(x) for k, x in kwargs.items()})
         finally:
             if entered:
                 guard.leave()
 
     return call
+
+
+def _plain(x: Any) -> Any:
+    """NumPy's integers as Python's, which go into JSON and wrap at no size."""
+    if isinstance(x, Mapping):
+        return {python_int(k): python_int(v) for k, v in x.items()}
+    return python_int(x)

@@ -7,11 +7,12 @@ from kvrt.errors import BadConfig
 
 FloatType = Literal["f32", "bf16", "f16"]
 KVDtype = Literal["f32", "bf16", "f16", "int8", "q8_0", "int4", "int2"]
-KVDtypes = KVDtype | tuple[KVDtype, ...]  # of all groups of layers, or of each
+# Of all groups of layers, or of each; "auto" is that of the platform, `default_kv_dtype`.
+KVDtypes = KVDtype | Literal["auto"] | tuple[KVDtype, ...]
 # Keys alone may also be quantized by channel, several cells together.
 ChannelDtype = Literal["kivi4", "kivi2"]
 KeyDtype = Literal[KVDtype, ChannelDtype]
-KeyDtypes = KeyDtype | tuple[KeyDtype, ...]
+KeyDtypes = KeyDtype | Literal["auto"] | tuple[KeyDtype, ...]
 
 FLOAT_DTYPES: dict[str, str] = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 _FLOAT_BYTES: dict[str, int] = {"f32": 4, "bf16": 2, "f16": 2}
@@ -78,7 +79,7 @@ N_TAIL = 128
 
 
 def default_kv_dtype(platform: str) -> KVDtype:
-    """What keys and values are kept as where nobody says: half precision, as the platform has it.
+    """Default KV dtype of the command and of `CacheConfig`: f16 on CPU, bf16 elsewhere.
 
     On CPU float16 is as fast as float32 behind 250 tokens and faster behind 2,000
     (docs/quantization.md), and more exact than bfloat16; GPUs and TPUs multiply bfloat16.
@@ -89,7 +90,7 @@ def default_kv_dtype(platform: str) -> KVDtype:
     return "f16" if platform == "cpu" else "bf16"
 
 
-def by_group(dtypes: KeyDtypes) -> tuple[KeyDtype, ...]:
+def by_group(dtypes: KeyDtypes) -> tuple[str, ...]:
     """KV dtypes of some groups of layers, of all of them if one is given."""
     return (dtypes,) if isinstance(dtypes, str) else dtypes
 
@@ -106,18 +107,14 @@ def any_by_channel(dtypes: KeyDtypes) -> bool:
     return any(t in CHANNEL_CODECS for t in by_group(dtypes))
 
 
-def any_quantized(dtypes: KeyDtypes) -> bool:
-    """Whether keys of some layers are quantized."""
-    return any(t in CODECS or t in CHANNEL_CODECS for t in by_group(dtypes))
-
-
 def portable_dtype(kv_dtype: KeyDtype) -> KVDtype:
     """The KV dtype in which keys and values leave the store, for a session or another cell."""
     return "f16" if kv_dtype in ("kivi4", "kivi2") else kv_dtype
 
 
 def portable_dtypes(dtypes: KeyDtypes) -> KVDtypes:
-    """`portable_dtype` of all groups of layers or of each."""
+    """`portable_dtype` of all groups of layers or of each, of a cache that there is."""
+    assert dtypes != "auto", "a cache has types"
     if isinstance(dtypes, str):
         return portable_dtype(dtypes)
     found: tuple[KVDtype, ...] = tuple(portable_dtype(t) for t in dtypes)

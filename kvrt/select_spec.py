@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 from kvrt.errors import BadConfig
+from kvrt.whole_numbers import take_whole_numbers
 
 # Cells that are chosen together: a line of 64 bytes of one channel of float32 keys.
 UNIT = 16
@@ -40,6 +41,7 @@ class Select:
 
     def __post_init__(self) -> None:
         """Refuses budgets that hold no choice."""
+        take_whole_numbers(self)
         for name in ("n_sink", "n_recent", "n_dense"):
             value = getattr(self, name)
             _check(value >= 0, f"{name} of select is {value}; it must not be negative")
@@ -165,6 +167,7 @@ class Indexed:
 
     def __post_init__(self) -> None:
         """Refuses an indexer that chooses nothing."""
+        take_whole_numbers(self)
         _check(self.n_cells >= 1, f"n_cells of indexed is {self.n_cells}; it must be at least 1")
 
     def keys_layer(self, layer: int) -> int:

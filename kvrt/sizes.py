@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from kvrt.config import CacheConfig, GroupSpec
 from kvrt.errors import BadConfig
@@ -140,14 +140,21 @@ def types_of(
     """Types of keys and values, by group.
 
     Raises:
-      BadConfig: there are types for another number of groups.
+      BadConfig: there are types for another number of groups, or the platform's are not chosen.
     """
     n = len(groups)
     keys, values = _by_group("type_k", config.type_k, n), _by_group("type_v", config.type_v, n)
     return tuple(zip(keys, values, strict=True))
 
 
-def _by_group(name: str, types: Type | tuple[Type, ...], n: int) -> tuple[Type, ...]:
+def _by_group(
+    name: str, types: Type | Literal["auto"] | tuple[Type, ...], n: int
+) -> tuple[Type, ...]:
+    if types == "auto":
+        raise BadConfig(
+            f"{name} is 'auto', which a Runtime or an Engine decides; take "
+            "config.for_platform(jax.default_backend()), or name a type"
+        )
     if not isinstance(types, tuple):
         return (types,) * n
     if len(types) != n:

@@ -105,7 +105,7 @@ def sound_session() -> session.Snapshot:
 
 def open_runtime() -> Runtime:
     """A runtime that holds them."""
-    runtime = Runtime(ToyDecoder(), CacheConfig(n_ctx=512, n_ubatch=64))
+    runtime = Runtime(ToyDecoder(), CacheConfig(n_ctx=512, n_ubatch=64, type_k="f32", type_v="f32"))
     runtime.append(np.random.default_rng(1).integers(0, runtime.n_vocab, 300).tolist())
     return runtime
 

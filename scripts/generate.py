@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from absl import app, flags
 
+import kvrt
 from kvrt import CacheConfig, ContextShift, Runtime, Sampling
-from kvrt_models.load import load
 from kvrt_models.tokenizer.stream import TextStream
 
 _PROMPT = flags.DEFINE_string("prompt", "Once upon a time", "The text to go on.")
@@ -18,7 +18,8 @@ _N_PREDICT = flags.DEFINE_integer("n_predict", 300, "Tokens to write.", lower_bo
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    model = load("smollm2-135m")
+    kvrt.keep_programs()
+    model = kvrt.load("smollm2-135m")
     runtime = Runtime(model.decoder, CacheConfig(n_ctx=256), policy=ContextShift(n_keep=4))
     runtime.prefill(model.tokenizer.encode(_PROMPT.value))
     text = TextStream(model.tokenizer)

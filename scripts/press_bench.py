@@ -88,8 +88,8 @@ def run() -> None:
     methods = [method_of(name, n) for name, n in wanted]
     if not _N_KEYS.value and (not _N_TEXTS.value or not all(map(_reads_texts, wanted))):
         raise UsageError("--n_keys 0 leaves nothing to measure; give one, or --n_texts")
-    model = load(_MODEL.value)
-    config = CacheConfig(n_ctx=-(-_longest() // 256) * 256)
+    model = load(_MODEL.value, dtype="f32")
+    config = CacheConfig(n_ctx=-(-_longest() // 256) * 256, type_k="f32", type_v="f32")
     plays, keys = _plays(model), _keys(model)
     dense = Reader(Runtime(model.decoder, config), model, "dense", None)
     exact = [dense.logits(text) for text in plays]

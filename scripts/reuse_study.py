@@ -87,9 +87,11 @@ def main(argv: Sequence[str]) -> int:
 
 def run() -> list[dict[str, Any]]:
     """All edits in all ways; the figures, as they were printed."""
-    model, out = load(_MODEL.value), []
+    model, out = load(_MODEL.value, dtype="f32"), []
     n_most = 3 * (_N_PIECES.value + 1) * _N_PIECE.value + _N_QUESTION.value
-    config = CacheConfig(n_ctx=-(-n_most // 256) * 256, n_seq_max=2, swa_full=True)
+    config = CacheConfig(
+        n_ctx=-(-n_most // 256) * 256, n_seq_max=2, swa_full=True, type_k="f32", type_v="f32"
+    )
     runtime = Runtime(model.decoder, config)
     studies = [study(runtime, model, name) for name in list(texts.PLAYS)[: _N_TEXTS.value]]
     for edit, order in EDITS.items():

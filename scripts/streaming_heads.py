@@ -18,6 +18,7 @@ from absl import app, flags
 
 from kvrt import CacheConfig, Runtime
 from kvrt.attention.scored.spec import slots_of
+from kvrt.files import kinds
 from kvrt.policies.scored import Observed, ScoredPolicy, Seen
 from kvrt_models.load import load
 from scripts._lib import texts
@@ -81,7 +82,7 @@ def main(argv: Sequence[str]) -> None:
         "others": [np.flatnonzero(x >= median).tolist() for x in by_layer],
         "far": [np.round(x / _SIZE.value, 4).tolist() for x in by_layer],
     }
-    pathlib.Path(_OUT.value).write_text(json.dumps(split))
+    kinds.write_whole(_OUT.value, json.dumps(split).encode(), kinds.HEADS)
     print(f"{_OUT.value}: {sum(map(len, split['streaming']))} of {sum(map(len, by_layer))} stream")
 
 

@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> None:
 
 def walked() -> dict[str, dict[str, int]]:
     """Lines by file of a decode step that traces its program, and of a warm one."""
-    runtime = Runtime(ToyDecoder(), CacheConfig(n_ctx=32))
+    runtime = Runtime(ToyDecoder(), CacheConfig(n_ctx=32, type_k="f32", type_v="f32"))
     runtime.prefill([1, 2, 3])
     traced = entered(lambda: runtime.append([4]))
     warm = entered(lambda: runtime.append([5]))

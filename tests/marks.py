@@ -26,9 +26,13 @@ def full(*values: Any) -> Any:
 KINDS_OF_CI = frozenset({"full", "window", "recurrent", "latent", "shared", "indexed"})
 
 
-def of_ci(kinds: Iterable[str]) -> list[Any]:
-    """Kinds of layers, of which CI has some."""
-    return [kind if kind in KINDS_OF_CI else full(kind) for kind in kinds]
+def of_ci(kinds: Iterable[str], fast: str | None = None) -> list[Any]:
+    """Kinds of layers, of which CI has some, and the default suite the one that is `fast`."""
+    some = slow if fast else str
+    return [
+        kind if kind == fast else some(kind) if kind in KINDS_OF_CI else full(kind)
+        for kind in kinds
+    ]
 
 
 def in_turn(first: Iterable[str], second: Sequence[Any]) -> list[Any]:

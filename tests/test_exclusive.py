@@ -2,6 +2,9 @@
 
 import inspect
 import itertools
+import os
+import select
+import signal
 import threading
 import time
 import warnings
@@ -11,6 +14,7 @@ import pytest
 from toys import ToyLm, allclose
 
 from kvrt import Busy, CacheConfig, Engine, Request, Runtime, session
+from kvrt_models.load import load
 
 TOY = ToyLm(n_layers=1)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -106,6 +110,36 @@ def test_every_public_member_is_guarded_or_said_to_be_free(made, cls, name):
             use(at, name)
     finally:
         at._exclusive.leave()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.parametrize("call", ["append", "new", "load"])
+def test_a_forked_process_is_refused_at_the_call(made, call, tmp_path):
+    calls = {
+        "append": lambda: made[Runtime].append([1]),
+        "new": lambda: Runtime(TOY, CacheConfig(n_ctx=32)),
+        "load": lambda: load(tmp_path),
+    }
+    ours, theirs = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python and JAX warn of forks beside threads
+        child = os.fork()
+    if not child:
+        try:
+            calls[call]()
+        except BaseException as error:
+            os.write(theirs, f"{type(error).__name__} {error}".encode())
+        os._exit(0)
+    os.close(theirs)
+    try:
+        said = os.read(ours, 1000).decode() if select.select([ours], [], [], 60)[0] else "hangs"
+    finally:
+        os.close(ours)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert said.startswith("UsageError ") and "JAX, whose threads no fork copies" in said
+    assert {"append": "Runtime.append", "new": "Runtime", "load": "load"}[call] in said
+    made[Runtime].seq_pos_max()  # this process goes on
 
 
 def test_what_is_free_is_said():

@@ -68,7 +68,7 @@ def test_what_is_named_in_public_is_exported(name):
 def test_every_exported_name_is_there_once():
     for room in map(importlib.import_module, ROOMS):
         assert sorted(set(room.__all__)) == sorted(room.__all__)
-    assert set(kvrt._HOMES) | {"version"} == set(kvrt.__all__)
+    assert set(kvrt._HOMES) | {"version", "load", *kvrt._ROOMS} == set(kvrt.__all__)
 
 
 def test_a_config_has_no_hook_for_tests():

@@ -142,9 +142,21 @@ class Decoder(Protocol):
     others, which keep a state, or None; together they are all layers.
     """
 
-    groups: tuple[GroupSpec, ...]
-    recurrent: RecurrentSpec | None
-    n_vocab: int
+    # Properties, so that attributes may be of narrower types: `self.recurrent = None`.
+    @property
+    def groups(self) -> tuple[GroupSpec, ...]:
+        """Attention layers by shape, RoPE and mask."""
+        ...
+
+    @property
+    def recurrent(self) -> RecurrentSpec | None:
+        """Recurrent layers, or None."""
+        ...
+
+    @property
+    def n_vocab(self) -> int:
+        """Width of the logits."""
+        ...
 
     def __call__(
         self, tokens: Int[Array, " T"], attend: Attend, out_ids: Int[Array, " R"]
@@ -152,7 +164,7 @@ class Decoder(Protocol):
         """Returns the logits of tokens `out_ids` of the step, calling `attend` once a layer.
 
         `out_ids` may be empty where the last layers only read the keys and values of others: these
-        have nothing to do then.
+        have nothing to do then. Name all sizes of a reshape, for -1 beside 0 is undefined.
         """
         ...
 

@@ -25,7 +25,14 @@ from kvrt.program.device import Device
 from kvrt.program.programs import Programs
 from kvrt.session import kv_arrays
 from kvrt.session.change import edit
-from kvrt.session.fingerprint import Fingerprint, check_match, describe, plain, with_scored
+from kvrt.session.fingerprint import (
+    Fingerprint,
+    check_match,
+    describe,
+    named_policy,
+    plain,
+    with_scored,
+)
 from kvrt.session.snapshot import (
     BLOCK_CELLS,
     GroupPart,
@@ -61,6 +68,7 @@ def capture(
     host = cache.host
     ends = {s: host.pos_max(s) for s in host.history.pieces}
     reached = cache.self_extend.reached if cache.self_extend else {}
+    policy = cache.policy or cache.device.layout.policy
     return Snapshot(
         fingerprint=fingerprint,
         groups=tuple(_group(cache, i, divided) for i in range(len(host.groups))),
@@ -69,7 +77,8 @@ def capture(
         ga_i={s: n for s, n in reached.items() if s in ends},
         logits={s: (pos, x[0]) for s, (pos, x) in cache.logits.known(ends).items()},
         draws=dict(draws),
-        policy=_policy(cache.policy or cache.device.layout.policy),
+        policy=None if policy is None else _policy(policy, omit_defaults=True),
+        policies={s: _policy(cache.policy) for s in ends} if cache.policy else {},
         select=_select(cache),
         checkpoints=checkpoint.parts(host.checkpoints),
         in_blocks=tuple(sorted(host.in_blocks)),
@@ -91,12 +100,9 @@ def fitted(
     return edit.convert(snapshot, config.type_k, config.type_v, hadamard=config.hadamard)
 
 
-def _policy(policy: AnyPolicy | None) -> dict[str, Any] | None:
-    return (
-        None
-        if policy is None
-        else {"name": type(policy).__name__, **plain(policy, omit_defaults=True)}
-    )
+def _policy(policy: AnyPolicy, *, omit_defaults: bool = False) -> dict[str, Any]:
+    is_plain = dataclasses.is_dataclass(policy)
+    return named_policy(policy, plain(policy, omit_defaults=omit_defaults) if is_plain else {})
 
 
 def _select(cache: CellCache) -> Mapping[str, Any] | None:

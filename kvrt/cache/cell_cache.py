@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
-from flax import nnx
 
 from kvrt.attention.choice.cases import query_heads
+from kvrt.attention.contract import Decoder
 from kvrt.attention.scored.layers import LayerKinds, by_kind
 from kvrt.cache import checks
 from kvrt.cache.checkpoint import open_checkpoints
@@ -308,7 +308,7 @@ class CellCache:
 
 
 def open_cell_cache(
-    model: nnx.Module,
+    model: Decoder,
     config: CacheConfig,
     place: Placement | None,
     policy: AnyPolicy | None = None,
@@ -333,7 +333,7 @@ def open_cell_cache(
     return CellCache(host, device, drops)
 
 
-def layers_of(model: nnx.Module, config: CacheConfig, policy: AnyPolicy | None) -> LayerKinds:
+def layers_of(model: Decoder, config: CacheConfig, policy: AnyPolicy | None) -> LayerKinds:
     """The layers of a model by what keeps them under a policy; raises BadConfig."""
     specs: Sequence[GroupSpec] = model.groups  # pyright: ignore[reportAttributeAccessIssue]
     recurrent = model.recurrent  # pyright: ignore[reportAttributeAccessIssue]

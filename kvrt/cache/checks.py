@@ -1,16 +1,49 @@
 """What the runtime refuses before anything is planned or dispatched."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import jax
 import numpy as np
+from flax import nnx
 
+from kvrt.arrays import TokenIds
 from kvrt.config import MAX_POS, CacheConfig, GroupSpec, SelfExtend
 from kvrt.drafts.drafter import Speculation
 from kvrt.errors import BadConfig, BadRange, BadToken, CacheFull
 from kvrt.kv_types import any_by_channel
+from kvrt.policies import AnyPolicy
 
 
-def token_ids(tokens: Sequence[int], n_vocab: int) -> np.ndarray:
+def settled(model: Any, config: Any, policy: Any) -> CacheConfig:
+    """The config with this platform's KV dtypes for "auto", of a model that can be run.
+
+    Raises:
+      BadConfig: `model` is no decoder, `config` no `CacheConfig`, or `policy` no policy.
+    """
+    if not isinstance(model, nnx.Module):
+        raise BadConfig(
+            f"the model is of type {type(model).__name__}; give a flax.nnx module with the members "
+            "of kvrt.Decoder, such as kvrt.load(name).decoder"
+        )
+    lacking = [x for x in ("groups", "recurrent", "n_vocab") if not hasattr(model, x)]
+    lacking += [] if callable(model) else ["__call__"]
+    if lacking:
+        raise BadConfig(
+            f"the model {type(model).__name__} lacks {', '.join(lacking)}; kvrt.Decoder says what "
+            "each is"
+        )
+    if not isinstance(config, CacheConfig):
+        raise BadConfig(f"the config is of type {type(config).__name__}; give a kvrt.CacheConfig")
+    if policy is not None and not isinstance(policy, AnyPolicy):
+        raise BadConfig(
+            f"the policy is of type {type(policy).__name__}; give one of kvrt.policies, or an "
+            "object with the members of kvrt.Policy"
+        )
+    return config.for_platform(jax.default_backend())
+
+
+def token_ids(tokens: TokenIds, n_vocab: int) -> np.ndarray:
     """The tokens as int32[T].
 
     Raises:

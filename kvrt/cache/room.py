@@ -13,7 +13,7 @@ from kvrt.cellcache.contents import CacheContents
 from kvrt.cellcache.room import RoomPlan, plan_room
 from kvrt.cells import n_shared, n_used, owned
 from kvrt.errors import CacheFull
-from kvrt.policies import Policy, PolicyContext
+from kvrt.policies import Policy, PolicyContext, policy_name
 from kvrt.policies.context import n_at_once
 
 
@@ -94,6 +94,8 @@ def _check_fit(cache: CellCache, after: CacheContents | None, wanted: Mapping[in
 
 def _evict(cache: CellCache, plans: list[tuple[int, RoomPlan]]) -> None:
     """Evicts as planned."""
+    assert cache.policy is not None, "without a policy nothing is planned"
+    name = policy_name(cache.policy)
     for _, plan in plans:
         for copies in plan.copies:
             cache.copy_cells(copies)
@@ -101,7 +103,8 @@ def _evict(cache: CellCache, plans: list[tuple[int, RoomPlan]]) -> None:
     for s, plan in plans:
         cache.logits.shifted(s, -sum(drop.n for drop, _ in plan.drops))
         cache.counts.drops += [
-            DropEvent(seq_id=s, n_past=n_past, n_dropped=drop.n) for drop, n_past in plan.drops
+            DropEvent(seq_id=s, n_past=n_past, n_dropped=drop.n, policy=name)
+            for drop, n_past in plan.drops
         ]
 
 

@@ -5,8 +5,8 @@ from typing import Literal
 
 from kvrt.attention.choice import AttentionChoice
 from kvrt.attention.scored.policy import ScoredPolicy
-from kvrt.cellcache.checkpoint.checkpoints import Checkpoints
-from kvrt.cells import Cells, n_ctx, n_kv, n_used
+from kvrt.cellcache.host_cells import HostCells
+from kvrt.cells import n_ctx, n_kv, n_used
 from kvrt.kv_types import KeyDtypes, KVDtypes
 from kvrt.program.device import Device
 from kvrt.select_spec import Select
@@ -14,11 +14,12 @@ from kvrt.select_spec import Select
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DropEvent:
-    """Tokens that a context shift removed: how many, and how long the sequence was then."""
+    """Tokens that a policy removed: how many, how long the sequence was then, and its name."""
 
     seq_id: int
     n_past: int
     n_dropped: int
+    policy: str = "context_shift"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,8 @@ class Stats:
     """A snapshot of a `Runtime`.
 
     Attributes:
+      unit: counted by the next three: cells, or states where no layer has cells (recurrent layers
+        and policies by score keep one a sequence, however long its text is).
       n_ctx: cells.
       n_kv: highest cell in use plus one.
       cells_used: cells in use.
@@ -51,6 +54,7 @@ class Stats:
       n_dropped: tokens removed by context shifts.
       n_defrag: defragmentations that moved a cell.
       n_bad_logits: times that logits with NaN, +inf or no finite value ended a generation.
+      n_nan_scores: scores of a policy by score that were NaN; those tokens were evicted first.
       n_compiles: programs compiled, or taken from JAX's persistent compilation cache.
       n_from_disk: those of them that were taken from there.
       compile_s: time that took.
@@ -71,6 +75,7 @@ class Stats:
       select: how decode reads some cells, None where it reads all.
     """
 
+    unit: Literal["cell", "state"] = "cell"
     n_ctx: int
     n_kv: int
     cells_used: int
@@ -80,6 +85,7 @@ class Stats:
     n_dropped: int
     n_defrag: int
     n_bad_logits: int = 0
+    n_nan_scores: int = 0
     n_compiles: int
     n_from_disk: int
     compile_s: float
@@ -99,6 +105,12 @@ class Stats:
     scored: ScoredPolicy | None = None
     select: Select | None = None
 
+    def since(self, earlier: "Stats") -> "Stats":
+        """The same, with shifts, drops, rounds and defragmentations counted from an earlier one."""
+        names = ("n_shift", "n_kshift", "n_extend", "n_dropped", "n_defrag")
+        counts = {name: getattr(self, name) - getattr(earlier, name) for name in names}
+        return dataclasses.replace(self, drops=self.drops[len(earlier.drops) :], **counts)
+
 
 @dataclasses.dataclass
 class Counts:
@@ -116,10 +128,11 @@ class Counts:
     n_drafted: int = 0
     n_accepted: int = 0
 
-    def snapshot(self, cells: Cells, device: Device, checkpoints: Checkpoints) -> Stats:
+    def snapshot(self, host: HostCells, device: Device) -> Stats:
         """All numbers as they are now."""
-        programs = device.programs
+        programs, cells, checkpoints = device.programs, host.cells, host.checkpoints
         return Stats(
+            unit="state" if host.main is None else "cell",
             n_ctx=n_ctx(cells),
             n_kv=int(n_kv(cells)),
             cells_used=int(n_used(cells)),
@@ -129,6 +142,7 @@ class Counts:
             n_dropped=sum(d.n_dropped for d in self.drops),
             n_defrag=self.n_defrag,
             n_bad_logits=self.n_bad_logits,
+            n_nan_scores=programs.nan_scores.n,
             n_compiles=programs.n_compiles,
             n_from_disk=programs.n_from_disk,
             compile_s=programs.compile_s,

@@ -5,11 +5,12 @@ the tokens are recorded beside them; sessions are compared by them. Every edit o
 changes its history along with its cells.
 
 A token is an entry (pos, id, mark). A mark is handed out once: two sequences that share a cell
-share the entry's mark, and a private copy of a cell gets a new one.
+share the entry's mark, and a private copy of a cell gets a new one. Marks are int32; before they
+run out, those in use are numbered anew from 0.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import assert_never
 
 import numpy as np
@@ -20,6 +21,7 @@ from kvrt.cells.edits import Copy, Divide, Keep, Remove, SeqEdit, Shift
 
 Entries = Int32[np.ndarray, "3 _"]
 _POS, _ID, _MARK = range(3)
+MAX_MARKS = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,7 @@ def append(
     """The history with new tokens."""
     new = np.empty((3, len(ids)), np.int32)
     new[_POS], new[_ID] = pos, ids
+    history = with_room(history, len(ids))
     pieces, seqs = dict(history.pieces), dict.fromkeys(seq_ids.tolist())
     n_marks, unshared = history.n_marks + len(ids), history.unshared | (seqs.keys() - pieces.keys())
     new[_MARK] = np.arange(history.n_marks, n_marks)
@@ -83,6 +86,27 @@ def append(
             mine[-2:] = [np.concatenate(mine[-2:], axis=1)]
         pieces[s] = tuple(mine)
     return TokenHistory(pieces=pieces, n_marks=n_marks, exact=history.exact, unshared=unshared)
+
+
+def renumbered(
+    pieces: Mapping[int, Iterable[Entries]], first: int = 0
+) -> tuple[dict[int, tuple[Entries, ...]], int]:
+    """The same entries with marks from `first` on and no gaps, and the number behind the last."""
+    marks = np.unique(np.concatenate([[], *(x[_MARK] for some in pieces.values() for x in some)]))
+
+    def one(x: Entries) -> Entries:
+        new = first + np.searchsorted(marks, x[_MARK])
+        return np.stack([x[_POS], x[_ID], new.astype(np.int32)])
+
+    return {s: tuple(map(one, some)) for s, some in pieces.items()}, first + len(marks)
+
+
+def with_room(history: TokenHistory, n: int) -> TokenHistory:
+    """The history with n more marks to hand out: a Runtime may see more than 2^31 tokens."""
+    if history.n_marks + n <= MAX_MARKS:
+        return history
+    pieces, n_marks = renumbered(history.pieces)
+    return dataclasses.replace(history, pieces=pieces, n_marks=n_marks)
 
 
 def filled(history: TokenHistory, seq_id: int, p0: int, n: int) -> TokenHistory:
@@ -134,7 +158,7 @@ def split(history: TokenHistory, seq_id: int, pos: Int32[np.ndarray, " n"]) -> T
     if not len(pos):
         return history
     mine = _held(history, seq_id)
-    history, mine = _with_own_marks(history, seq_id, mine, np.flatnonzero(np.isin(mine[_POS], pos)))
+    history, mine = _with_own_marks(history, seq_id, np.flatnonzero(np.isin(mine[_POS], pos)))
     return _with(history, seq_id, mine, None)
 
 
@@ -193,7 +217,7 @@ def _moved(history: TokenHistory, edit: Shift | Divide) -> TokenHistory:
     hit = _inside(mine, edit.p0, edit.p1)
     if hit.start == hit.stop:
         return history
-    history, mine = _with_own_marks(history, edit.seq_id, mine, hit)
+    history, mine = _with_own_marks(history, edit.seq_id, hit)
     pos = mine[_POS, hit]
     mine[_POS, hit] = pos + d if isinstance(edit, Shift) else pos // d
     if mine[_POS, hit.start] < 0:
@@ -202,10 +226,11 @@ def _moved(history: TokenHistory, edit: Shift | Divide) -> TokenHistory:
 
 
 def _with_own_marks(
-    history: TokenHistory, seq_id: int, mine: Entries, hit: slice | np.ndarray
+    history: TokenHistory, seq_id: int, hit: slice | np.ndarray
 ) -> tuple[TokenHistory, np.ndarray]:
-    """A copy of the entries `mine` of a sequence, the `hit` ones with marks that no other has."""
-    mine = mine.copy()
+    """A copy of a sequence's entries, the `hit` ones with marks that no other sequence has."""
+    history = with_room(history, _held(history, seq_id).shape[1])
+    mine = entries(history, seq_id)
     if seq_id in history.unshared:
         return history, mine
     apart = {*history.unshared, seq_id}

@@ -9,7 +9,7 @@ from kvrt.arrays import Int32, UInt32
 from kvrt.cellcache import group as groups
 from kvrt.cellcache import window
 from kvrt.cellcache.group import CellGroup
-from kvrt.cellcache.history import TokenHistory
+from kvrt.cellcache.history import TokenHistory, renumbered, with_room
 from kvrt.cellcache.recurrent import RecurrentStates
 from kvrt.cellcache.saved import KeptStates, SavedCells
 from kvrt.cells import slots
@@ -87,26 +87,18 @@ def into_states(
 def into_history(history: TokenHistory, saved: TokenHistory, sequences: Sequences) -> TokenHistory:
     """The history with the saved tokens of some sequences."""
     taken = {here: saved.pieces[s] for s, here in sequences.items() if s in saved.pieces}
-    # Numbered again, so that marks stay below the number of tokens, whatever they were before.
-    marks = np.unique(np.concatenate([[], *(x[2] for pieces in taken.values() for x in pieces)]))
-    new = {
-        here: tuple(_marked(x, history.n_marks + np.searchsorted(marks, x[2])) for x in pieces)
-        for here, pieces in taken.items()
-    }
+    history = with_room(history, sum(x.shape[1] for some in taken.values() for x in some))
+    # Whatever a file says, its marks end below the number of tokens.
+    new, n_marks = renumbered(taken, history.n_marks)
     exact = {here: saved.exact[s] for s, here in sequences.items() if s in saved.exact}
     # What two saved sequences share is not known; one alone shares nothing.
     unshared = history.unshared.difference(new).union(new if len(new) == 1 else ())
     return TokenHistory(
         pieces={**history.pieces, **new},
-        n_marks=history.n_marks + len(marks),
+        n_marks=n_marks,
         exact={**history.exact, **exact},
         unshared=unshared,
     )
-
-
-def _marked(entries: Int32[np.ndarray, "3 _"], marks: np.ndarray) -> Int32[np.ndarray, "3 _"]:
-    """Entries of a history with other marks."""
-    return np.stack([entries[0], entries[1], marks.astype(np.int32)])
 
 
 def _renamed(

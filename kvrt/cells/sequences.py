@@ -5,7 +5,8 @@ checks its arguments first, and inside jit, where nothing can be raised: there a
 bit and a reversed range match no cell, and the caller keeps positions below 2^31. `apply` is the
 same operations on values of `edits`.
 
-Source: llama.cpp `llama_memory_seq_*`; DESIGN.md section 4 for what differs.
+Source: llama.cpp `llama_memory_seq_*`; `seq_div` here adds new - old to delta, so that keys follow
+their positions, and cells that sequences share are copied before they move.
 """
 
 import dataclasses

@@ -129,6 +129,17 @@ COMMANDS = (
         "kvrt.cli.session.trim",
     ),
     Command(
+        "repair",
+        "SESSION",
+        "what is sound of a damaged session",
+        "Keeps of a damaged session what its digests prove: of each sequence the tokens before the "
+        "first damaged block, or up to a context checkpoint before it. Says what is lost. Ends "
+        "with 0 if something is left, or nothing was damaged, else with 1.",
+        s.RepairOptions,
+        "kvrt.cli.session.repair",
+        ("kvrt repair book.kv", "kvrt repair book.kv -o sound.kv"),
+    ),
+    Command(
         "convert",
         "SESSION --to TYPE -o FILE",
         "a copy of a session with another KV dtype",
@@ -148,7 +159,7 @@ COMMANDS = (
         "the sessions of a folder",
         "Lists the sessions of a folder, the one used last first.",
         s.LsOptions,
-        "kvrt.cli.session.ls",
+        "kvrt.cli.library.ls",
     ),
     Command(
         "prune",
@@ -158,7 +169,7 @@ COMMANDS = (
         "says of each why it goes or stays. A session was used when kvrt read or wrote it; one "
         "that the index does not know yet was used when its file was read or changed last.",
         s.PruneOptions,
-        "kvrt.cli.session.prune",
+        "kvrt.cli.library.prune",
         ("kvrt prune sessions --budget 2GB --dry_run",),
     ),
     Command(
@@ -194,7 +205,9 @@ COMMANDS = (
         "what kvrt finds here, and what computes attention",
         "Says what kvrt runs on here: versions, devices, free memory, where compiled programs are "
         "kept, and what --attention auto takes and why. A kernel that was not tested on this "
-        "device yet is tested now. No weight is read.",
+        "device yet is tested now. On a CPU products of int8 weights are measured once (half a "
+        "minute, best on a quiet machine), and later runs take the fastest forms. No weight is "
+        "read.",
         e.DoctorOptions,
         "kvrt.cli.doctor",
         ("kvrt doctor", "kvrt doctor -m model.gguf --rope read"),

@@ -13,7 +13,7 @@ import kvrt
 from kvrt.attention.choice import AttentionChoice, choose
 from kvrt.attention.choice.cases import Case, Query, case_of, cases_of
 from kvrt.cli.flags.serving import DoctorOptions
-from kvrt.cli.process import output, startup
+from kvrt.cli.process import output, startup, status
 from kvrt.cli.report.size import show_size
 from kvrt.cli.report.tables import table
 from kvrt.cli.setup.config import cache_config
@@ -23,8 +23,7 @@ from kvrt.errors import UsageError
 from kvrt.program.layout import Layout, cell_layout
 from kvrt_models import hub, load
 from kvrt_models.decoder import Decoder
-from kvrt_models.layers.int8 import Forms
-from kvrt_models.weights.forms import forms_line, kept_forms
+from kvrt_models.weights.forms import forms_by_processor, forms_line, measured_forms
 from kvrt_models.weights.int8_weights import kept_bytes
 
 # Of models of today, where none is named.
@@ -41,8 +40,8 @@ def execute(options: DoctorOptions) -> int:
         be read.
     """
     startup.check_device(options.attention)
-    startup.keep_programs()
-    found = _found(_choice(options))
+    startup.keep_programs_or_warn()
+    found = _found(_choice(options), quiet=options.json)
     output.write_text(json.dumps(found) + "\n" if options.json else _text(found))
     return 0
 
@@ -78,7 +77,7 @@ def _common(config: CacheConfig) -> list[Case]:
     return found
 
 
-def _found(choice: AttentionChoice) -> dict[str, Any]:
+def _found(choice: AttentionChoice, *, quiet: bool) -> dict[str, Any]:
     """All that is said, by name."""
     device, free = jax.devices()[0], startup.available_bytes()
     return {
@@ -93,7 +92,7 @@ def _found(choice: AttentionChoice) -> dict[str, Any]:
         "programs": jax.config.jax_compilation_cache_dir,  # pyright: ignore[reportAttributeAccessIssue]
         "attention": dataclasses.asdict(choice),
         "int8_weights": _weights(),
-        "int8_products": _products(),
+        "int8_products": _products(quiet=quiet),
     }
 
 
@@ -106,17 +105,17 @@ def _weights() -> dict[str, Any] | None:
     return {"folder": str(folder), "n_bytes": n_bytes}
 
 
-def _products() -> str | None:
-    """Which form products of eight-bit weights take, where a CPU computes them."""
+def _products(*, quiet: bool) -> str | None:
+    """Which form products of eight-bit weights take, where a CPU computes them; measured once."""
     if jax.default_backend() != "cpu":
         return None
     try:
-        kept = kept_forms(hub.cache_dir())
+        folder = hub.cache_dir()
     except UsageError:
-        return (
-            f"{forms_line(Forms())}; fixed, for there is no cache folder to keep what is measured"
-        )
-    return "not measured yet" if kept is None else forms_line(kept)
+        line = forms_line(forms_by_processor())
+        return f"{line}; by the processor, for there is no cache folder to keep what is measured"
+    with status.waiting("measuring how this machine multiplies eight bits, once", not quiet):
+        return forms_line(measured_forms(folder))
 
 
 def _text(found: dict[str, Any]) -> str:

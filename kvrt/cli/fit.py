@@ -127,7 +127,7 @@ class Fit:
 
 def _text(fit: Fit, pages: Fit | None, measured: bool) -> str:
     model, n_seq = fit.model, fit.config.n_seq_max
-    together = f", {n_seq} sequences together" if n_seq > 1 else ""
+    together = f", {n_seq:,} sequences together" if n_seq > 1 else ""
     held = _count(model.n_params, "parameter")
     weights = [(f"weights {model.dtype}", f"{model.spec.n_layers}", held, model.n_bytes)]
     if model.widened_bytes:
@@ -237,7 +237,7 @@ def _longest(fit: Fit) -> str | None:
     if n == MAX_POS:
         return "longest     any length: what is kept does not grow with it"
     n_seq = fit.config.n_seq_max
-    each = f", {n // n_seq:,} for each of {n_seq} sequences" if n_seq > 1 else ""
+    each = f", {n // n_seq:,} for each of {n_seq:,} sequences" if n_seq > 1 else ""
     return f"longest     {_count(n, 'token')} of context{each}"
 
 

@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import os
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -9,13 +10,18 @@ from collections.abc import Sequence
 import kvrt
 from kvrt.cli.commands import COMMANDS
 from kvrt.cli.flags import parse
-from kvrt.cli.flags.evaluate import PromptFlags
+from kvrt.cli.flags.evaluate import ModelFlags, PromptFlags
 from kvrt.cli.flags.help_text import help_text
 from kvrt.cli.flags.other_names import other_programs
+from kvrt.cli.flags.serving import AnyModelFlags
+from kvrt.cli.flags.session_files import NamedModel
 from kvrt.cli.flags.topics import TOPICS
 from kvrt.cli.process import accelerators, output, status
+from kvrt.cli.process.interrupt import Ended, Unwinding
 from kvrt.errors import KvrtError, UsageError
+from kvrt.files.named import check_named
 
+_SIGNALS = 128  # exit codes above it are those of signals
 _HELP = """\
 usage: kvrt COMMAND [flags]
 
@@ -37,10 +43,15 @@ Example
 
 
 def run() -> None:
-    """Entry of the console script; exits with 0, 1, 2 or 130."""
+    """Runs the command of this process; exits with 0, 1, 2, or 128 and a signal's number."""
     output.own_process()
     accelerators.leave_out_libtpu()
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    if code > _SIGNALS:
+        # What is to be kept is saved. Python would wait for programs that are being compiled, and
+        # native threads that JAX was just starting crash an interpreter that ends under them.
+        os._exit(code)
+    sys.exit(code)
 
 
 def main(args: Sequence[str]) -> int:
@@ -54,8 +65,9 @@ def main(args: Sequence[str]) -> int:
         # The reader has gone, which `kvrt run | head` means to happen: nothing to say.
         output.drop_pending()
         return 1
-    except KeyboardInterrupt:
-        return 130
+    except Ended as ended:
+        output.complain(str(ended))
+        return ended.exit_code
 
 
 def _dispatch(args: Sequence[str]) -> int:
@@ -73,15 +85,21 @@ def _dispatch(args: Sequence[str]) -> int:
         options = parse.parse_flags(rest, command)
     except parse.HelpWanted as wanted:
         return _show(help_text(command=command, everything=wanted.everything) + "\n")
+    # A mistake in a name or a file is reported before JAX is loaded, which takes seconds.
+    if isinstance(options, ModelFlags | AnyModelFlags | NamedModel) and options.model is not None:
+        from kvrt_models import hub
+
+        hub.named(options.model)
+    check_named(options.files())
     given = ()
     if isinstance(options, PromptFlags):
-        # A mistake in a file is reported before JAX is loaded, which takes a second.
         from kvrt.cli.run import prompt
 
         given = (prompt.read_prompt(options),)
     with status.waiting("starting JAX", status.loads(options)):
         module = importlib.import_module(command.module)
-    return module.execute(options, *given)
+    with Unwinding():
+        return module.execute(options, *given)
 
 
 def _help() -> str:

@@ -9,6 +9,7 @@ import numpy as np
 from kvrt.arrays import Int32
 from kvrt.drafts.layer_skip import LayerSkip
 from kvrt.errors import BadConfig
+from kvrt.whole_numbers import take_whole_numbers
 
 MAX_DRAFT = 64
 
@@ -64,5 +65,6 @@ class Speculation:
 
     def __post_init__(self) -> None:
         """Refuses rounds of no drafts, or of so many that most would be refused."""
+        take_whole_numbers(self)
         if not 1 <= self.n_draft <= MAX_DRAFT:
             raise BadConfig(f"n_draft is {self.n_draft}; it must lie in [1, {MAX_DRAFT}]")

@@ -3,6 +3,7 @@
 import dataclasses
 
 from kvrt.errors import BadConfig
+from kvrt.whole_numbers import take_whole_numbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,7 @@ class LayerSkip:
 
     def __post_init__(self) -> None:
         """Refuses to draft without a layer; how many the model has is known with it."""
+        take_whole_numbers(self)
         if self.exit_layer < 1:
             raise BadConfig(
                 f"exit_layer is {self.exit_layer}; at least the model's first layer drafts, so it "

@@ -8,6 +8,7 @@ import numpy as np
 from kvrt.arrays import Int32
 from kvrt.drafts.drafter import DraftContext
 from kvrt.errors import BadConfig
+from kvrt.whole_numbers import take_whole_numbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,7 @@ class PromptLookup:
 
     def __post_init__(self) -> None:
         """Refuses n-grams of no token, and bounds that cross."""
+        take_whole_numbers(self)
         if not 1 <= self.n_min <= self.n_max:
             raise BadConfig(
                 f"n_min is {self.n_min} and n_max {self.n_max}; 1 <= n_min <= n_max is wanted"

@@ -3,10 +3,11 @@
 import contextlib
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 
 from kvrt.errors import SaveError, UsageError, reason
 from kvrt.files import regular
@@ -25,7 +26,7 @@ def locked(path: Path, timeout_s: float | None = None) -> Iterator[None]:
       SaveError: another writer has it for longer than timeout_s, or the folder cannot be used.
     """
     timeout_s = LOCK_S if timeout_s is None else timeout_s
-    lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=timeout_s, mode=MODE)
+    lock = _lock(path, timeout_s)
     with told_of(path):
         os.stat(path.parent)  # FileLock would make the folder
         try:
@@ -41,6 +42,47 @@ def locked(path: Path, timeout_s: float | None = None) -> Iterator[None]:
         lock.release()
 
 
+def remove(path: Path, is_unchanged: Callable[[], bool]) -> bool:
+    """Deletes a file or a folder, and the file of its lock, unless a writer has it.
+
+    Args:
+      path: what is deleted; a folder takes the name of a temporary first, so that no part of it
+        stands there alone.
+      is_unchanged: asked under the lock.
+
+    Returns:
+      False if a writer has the lock, or it has changed: then it stays.
+
+    Raises:
+      OSError: the system refuses.
+    """
+    lock = _lock(path, 0)
+    try:
+        lock.acquire()
+    except Timeout:
+        return False
+    try:
+        if not is_unchanged():
+            return False
+        if path.is_dir():
+            sweep(path)
+            hidden = temporary(path)
+            path.rename(hidden)
+            shutil.rmtree(hidden)
+        else:
+            path.unlink()
+        # A process that waits for it opens it anew. Windows removes no file that is open.
+        with contextlib.suppress(OSError):
+            Path(lock.lock_file).unlink()
+    finally:
+        lock.release()
+    return True
+
+
+def _lock(path: Path, timeout_s: float) -> BaseFileLock:
+    return FileLock(path.with_name(f".{path.name}.lock"), timeout=timeout_s, mode=MODE)
+
+
 @contextlib.contextmanager
 def told_of(path: Path) -> Iterator[None]:
     """Turns what the system refuses into one line about a file that is written."""
@@ -54,16 +96,17 @@ def told_of(path: Path) -> Iterator[None]:
         ) from error
 
 
-def replace(path: Path, write: Callable[[int], None]) -> None:
+def replace(path: Path, write: Callable[[int], None], *, mode: int = MODE) -> None:
     """Writes a file beside `path` and puts it in its place once it has reached the disk.
 
     Args:
       path: what is replaced; call it under `locked`.
       write: gets the descriptor of the new, empty file.
+      mode: its permissions, before the umask.
     """
     sweep(path)
     new = temporary(path)
-    fd = os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR, MODE)
+    fd = os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode)
     try:
         try:
             write(fd)
@@ -75,6 +118,13 @@ def replace(path: Path, write: Callable[[int], None]) -> None:
         new.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def backup_names(path: Path) -> Iterator[Path]:
+    """The names book.kv~, book.kv~2, book.kv~3, ... for what was at a path."""
+    yield path.with_name(f"{path.name}~")
+    for n in range(2, 1 << 31):
+        yield path.with_name(f"{path.name}~{n}")
 
 
 def temporary(path: Path) -> Path:
@@ -101,32 +151,40 @@ def sweep(path: Path, end: str = ".tmp") -> None:
             os.unlink(entry.path)
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: Path, label: str = "") -> None:
     """Refuses a place at which `replace` would fail, before there is anything to save.
 
     Permissions do not tell: some folders, /proc for one, take no files from anybody.
+
+    Args:
+      path: that is to be written.
+      label: of it in messages, the path if not given.
 
     Raises:
       UsageError: there is no such folder.
       SaveError: no file can be made in it, or what is there cannot be written.
     """
+    label = label or str(path)
     folder = path if path.is_dir() else path.parent
     if not folder.is_dir():
-        raise UsageError(f"{path}: there is no folder {folder}; make it, or give another name")
-    probe = folder / temporary(path).name
+        raise UsageError(f"{label}: there is no folder {folder}; make it, or give another name")
     try:
-        os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_RDWR, MODE))
-        probe.unlink()
+        # Of a name of its own: no lock keeps others out, and numbers of processes come again.
+        fd, probe = tempfile.mkstemp(".tmp", f".{path.name}.", folder)
+        os.close(fd)
+        os.unlink(probe)
     except OSError as error:
         raise SaveError(
-            f"{path}: no file can be made in {folder}: {reason(error)}; give another name"
+            f"{label}: no file can be made in {folder}: {reason(error)}; give another name"
         ) from error
     if not path.exists() or path.is_dir():
         return
     try:
         os.close(regular.open_fd(path, os.O_RDWR))
     except OSError as error:
-        raise SaveError(f"{path}: cannot be written: {reason(error)}; give another name") from error
+        raise SaveError(
+            f"{label}: cannot be written: {reason(error)}; give another name"
+        ) from error
 
 
 def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:

@@ -6,7 +6,16 @@ from kvrt.policies.attention_sinks import AttentionSinks
 from kvrt.policies.context import Advance, PolicyContext
 from kvrt.policies.context_shift import ContextShift
 from kvrt.policies.policy import Drop, Policy
-from kvrt.policies.scored import SCORED, Observed, QuerySums, Reads, ScoredPolicy, Seen, Tap
+from kvrt.policies.scored import (
+    SCORED,
+    DuoAttention,
+    Observed,
+    QuerySums,
+    Reads,
+    ScoredPolicy,
+    Seen,
+    Tap,
+)
 
 # By name, as `kvrt batch --policy` says it; the contract test runs over all of them.
 POLICIES = MappingProxyType({"context_shift": ContextShift, "attention_sinks": AttentionSinks})
@@ -18,6 +27,12 @@ AnyPolicy = Policy | ScoredPolicy
 def by_position(policy: AnyPolicy | None) -> Policy | None:
     """A policy that drops positions; None for one by score, which drops none."""
     return None if isinstance(policy, ScoredPolicy) else policy
+
+
+def policy_name(policy: AnyPolicy) -> str:
+    """The name that `--policy` has for a policy, or the name of its class."""
+    names = {kind: name for name, kind in (*POLICIES.items(), *SCORED.items())}
+    return {**names, DuoAttention: "duo_attention"}.get(type(policy), type(policy).__name__)
 
 
 __all__ = [
@@ -37,4 +52,5 @@ __all__ = [
     "Seen",
     "Tap",
     "by_position",
+    "policy_name",
 ]

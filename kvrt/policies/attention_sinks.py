@@ -7,6 +7,7 @@ import dataclasses
 
 from kvrt.errors import BadConfig
 from kvrt.policies.policy import Drop
+from kvrt.whole_numbers import take_whole_numbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,10 +19,10 @@ class AttentionSinks:
     Attributes:
       n_window: newest tokens.
       n_sink: first tokens; 0 is a plain window, which drops the tokens that most attention goes to.
-      n_drop: tokens dropped at once, at least; with rope="write" each drop costs a K-shift, which
-        rounds the keys that it moves to their KV dtype again. A runtime with quantized keys and
-        rope="write" drops at least a quarter of the window at once, so that between three quarters
-        of it and all of it stay.
+      n_drop: tokens dropped at once, at least. With rope="write" each drop costs a K-shift, which
+        rounds the keys that it moves to their KV dtype again: unless keys are f32, at least a
+        quarter of the window is dropped at once, so that between three quarters of it and all of
+        it stay. With rope="read" nothing is rounded again.
     """
 
     n_window: int
@@ -30,6 +31,7 @@ class AttentionSinks:
 
     def __post_init__(self) -> None:
         """Refuses an empty window, and drops that would not leave a token in it."""
+        take_whole_numbers(self)
         if self.n_sink < 0 or self.n_window < 2 or not 1 <= self.n_drop < self.n_window:
             raise BadConfig(
                 f"attention sinks with n_sink {self.n_sink}, n_window {self.n_window} and n_drop "

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 
 from kvrt.policies.policy import Drop, Policy
 
-# Drops in which a policy evicts all that it may, where each of them quantizes keys again.
+# Drops in which a policy evicts all that it may, where each of them rounds keys again.
 _PARTS = 4
 
 
 def n_at_once(n_droppable: int, *, requantizes: bool) -> int:
     """Tokens to make room for at least, when some of n_droppable have to go.
 
-    A K-shift quantizes the keys that it moves again. Where every token dropped one, a key would be
-    quantized as often as it has neighbours; with a quarter at once it is four times.
+    A K-shift rounds the keys that it moves to their KV dtype again. Where every token dropped one,
+    a key would be rounded as often as it has neighbours; with a quarter at once it is four times.
     """
     return -(-n_droppable // _PARTS) if requantizes else 1
 
@@ -44,7 +44,7 @@ class PolicyContext:
       policy: what to drop, and when.
       n_ctx: tokens that may be in the cache at once.
       n_step: tokens of a part, at most, of a prompt that is longer than the context.
-      requantizes: whether a K-shift quantizes keys again.
+      requantizes: `CacheConfig.requantizes`, whether a K-shift rounds keys again.
     """
 
     policy: Policy

@@ -7,6 +7,7 @@ import dataclasses
 
 from kvrt.errors import BadConfig
 from kvrt.policies.policy import Drop
+from kvrt.whole_numbers import take_whole_numbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,8 +16,8 @@ class ContextShift:
 
     Attributes:
       n_keep: positions never dropped (instructions, attention sinks).
-      n_discard: positions dropped at once; None is half of what is not kept. A runtime with
-        quantized keys and rope="write" drops at least a quarter of it, see `AttentionSinks`.
+      n_discard: positions dropped at once; None is half of what is not kept. With rope="write" and
+        keys other than f32 at least a quarter of it is dropped, see `AttentionSinks`.
     """
 
     n_keep: int = 0
@@ -24,6 +25,7 @@ class ContextShift:
 
     def __post_init__(self) -> None:
         """Refuses negative counts."""
+        take_whole_numbers(self)
         if self.n_keep < 0 or (self.n_discard is not None and self.n_discard < 1):
             raise BadConfig(
                 f"context shift with n_keep {self.n_keep} and n_discard {self.n_discard}; "

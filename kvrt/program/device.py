@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from kvrt.arrays import Array, Bool
 from kvrt.attention.choice import choose
 from kvrt.attention.choice.cases import cases_of
 from kvrt.attention.choice.decide import AttentionChoice, among_processes
+from kvrt.attention.contract import Decoder
 from kvrt.attention.select.labels import label_bytes
 from kvrt.cells import Cells, lengthened
 from kvrt.cells.slots import Places, pad
@@ -49,14 +49,13 @@ class Device:
 
     def __init__(
         self,
-        model: nnx.Module,
+        model: Decoder,
         config: CacheConfig,
         layout: Layout,
         place: Placement | None = None,
     ):
         """Allocates the cache, on one device without a `place`; compiles what tests kernels."""
-        self._place = place
-        self._shards = place.shards if place else None
+        self._place, self._shards = place, place.shards if place else None
         self.layout = place.layout(layout) if place else layout
         check_labels(self.layout, config, self._shards)
         check_index_reads(self.layout.groups, config, self._shards)
@@ -65,38 +64,42 @@ class Device:
         self.programs = Programs(model, spec, place)
         plan = label_plan(self.layout, config)
         self.labels = plan and LabelUpkeep(plan, self.layout.stores)
-        self._extents = extents = [s.extent for s in self.layout.stores]
-        self.n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
+        self._extents = [s.extent for s in self.layout.stores]
+        self.n_vocab: int = model.n_vocab
+        self.cache = step.allocate(spec, place.create if place else lambda create: create())
 
-        def create() -> Cache:
-            cache = step.create(spec)
-            # A cell for every slot, so that programs do not depend on how many may be used.
-            both = zip(cache.cells, extents, strict=True)
-            cells = tuple(lengthened(cells, size.n_slots) for cells, size in both)
-            return dataclasses.replace(cache, cells=cells)
-
-        self.cache = place.create(create) if place else create()
-
-    def _choice(self, model: nnx.Module, config: CacheConfig) -> AttentionChoice:
+    def _choice(self, model: Decoder, config: CacheConfig) -> AttentionChoice:
         """What computes attention here; the processes of a mesh find the same."""
         cases = functools.partial(cases_of, model, config, self.layout.stored, self._shards)
         agree = among_processes() if self._place else None
         return choose(config.attention, jax.default_backend(), cases, agree)
+
+    @property
+    def cache(self) -> Cache:
+        """The arrays; dead after the next step."""
+        return self._cache
+
+    @cache.setter
+    def cache(self, cache: Cache) -> None:
+        self._cache = self.programs.nan_scores.taken_from(cache)
 
     def settled(self, config: CacheConfig) -> CacheConfig:
         """The config that this cache was made from, with what "auto" was found to be."""
         name = self.attention.implementation
         return config if config.attention == name else dataclasses.replace(config, attention=name)
 
-    @property
+    def free(self) -> None:
+        """Releases the arrays; `n_bytes` stays as it was."""
+        _ = self.n_bytes
+        del self._cache
+
+    @functools.cached_property
     def n_bytes(self) -> int:
         """Bytes of all keys, values, states and labels."""
         states = self.cache.states
-        return (
-            sum(map(kv_store.kv_bytes, self.cache.stores))
-            + (recurrent.state_bytes(states) if states else 0)
-            + label_bytes(self.cache.labels or ())
-        )
+        n_bytes = recurrent.state_bytes(states) if states else 0
+        n_bytes += label_bytes(self.cache.labels or ())
+        return n_bytes + sum(map(kv_store.kv_bytes, self.cache.stores))
 
     # --- steps ---------------------------------------------------------------------------------
 
@@ -200,11 +203,7 @@ class Device:
     def best_tokens(
         self, logits: Array, rows: Sequence[int], n_best: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The n_best most probable tokens of some rows of logits [S, V], or all that there are.
-
-        Returns:
-          Ids and log-probabilities, [n, K] each; of equal ones the least id is first.
-        """
+        """Ids and log-probabilities [n, K] of the most probable tokens; of equal ones by id."""
         size = bucket(len(rows), logits.shape[0])
         program = sample.best_tokens_program(logits, pad(rows, size, 0), n_best)
         ids, log_probs = self.programs.run(program)
@@ -326,8 +325,8 @@ class Device:
             return
         # All at once, for a state may be read that another copy writes.
         args = states, pad(src, n, n), pad(dst, n, n)
-        states = self.programs.run(Program(("copy_states", n), recurrent.copy, (0,), args))
-        self.cache = dataclasses.replace(self.cache, states=states)
+        copied = Program(("copy_states", n), recurrent.copy, (0,), args)
+        self._set_store(None, self.programs.run(copied))
 
     def take_state(self, index: int) -> recurrent.OneState:
         """A copy of one state of the recurrent layers."""
@@ -337,8 +336,8 @@ class Device:
     def put_state(self, index: int, data: recurrent.OneState) -> None:
         """Writes what `take_state` gave."""
         args = self.cache.states, np.asarray(index, np.int32), data
-        states = self.programs.run(Program(("put_state",), recurrent.put_one, (0,), args))
-        self.cache = dataclasses.replace(self.cache, states=states)
+        written = Program(("put_state",), recurrent.put_one, (0,), args)
+        self._set_store(None, self.programs.run(written))
 
     def take_kv(self, group: int, slots: np.ndarray) -> tuple[AnyKVArray, AnyKVArray]:
         """Copies of keys and values in `slots`, of every layer of a group."""
@@ -384,12 +383,10 @@ class Device:
         return self.programs.run(Program(key, run, (0,) if donate else (), (held, *args)))
 
     def _set_store(self, store: int | None, new: Any) -> None:
-        if store is None:
-            self.cache = dataclasses.replace(self.cache, states=new)
-            return
-        stores = list(self.cache.stores)
-        stores[store] = new
-        self.cache = dataclasses.replace(self.cache, stores=tuple(stores))
+        parts: dict[str, Any] = {"states": new}
+        if store is not None:
+            parts = {"stores": (*self.cache.stores[:store], new, *self.cache.stores[store + 1 :])}
+        self.cache = dataclasses.replace(self.cache, **parts)
 
     def _padded(self, store: int | None, ids: Sequence[int]) -> np.ndarray:
         """Ids in one of a few sizes, so that few programs do for all."""

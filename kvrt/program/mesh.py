@@ -22,6 +22,7 @@ from kvrt.sizes import DividedConfig, Extent
 from kvrt.store.kv import KVStore
 from kvrt.store.sharded import DividedKV
 from kvrt.store.shards import Shards
+from kvrt.whole_numbers import take_whole_numbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,7 @@ class MeshSpec:
 
     def __post_init__(self) -> None:
         """Refuses sizes below one."""
+        take_whole_numbers(self)
         for f in dataclasses.fields(self):
             size = getattr(self, f.name)
             if size < 1:
@@ -69,6 +71,27 @@ class MeshSpec:
             sizes[name] = int(size)
         return cls(**sizes)
 
+    @classmethod
+    def of(cls, mesh: Mesh) -> "MeshSpec":
+        """The sizes of a mesh of JAX.
+
+        Raises:
+          BadConfig: an axis of several devices has another name, or it is no mesh.
+        """
+        if not isinstance(mesh, Mesh):
+            raise BadConfig(
+                f"mesh is {mesh!r}; give a kvrt.MeshSpec, or a jax.sharding.Mesh with the axes "
+                "tensor and context"
+            )
+        names = [f.name for f in dataclasses.fields(cls)]
+        others = [name for name, n in mesh.shape.items() if n > 1 and name not in names]
+        if others:
+            raise BadConfig(
+                f"the mesh has axis {others[0]!r}; axes are tensor, which divides kv heads and "
+                "weights, and context, which divides cells: name it so"
+            )
+        return cls(**{name: mesh.shape.get(name, 1) for name in names})
+
     @property
     def n_devices(self) -> int:
         """Devices that it takes."""
@@ -78,13 +101,14 @@ class MeshSpec:
 class Placement:
     """Where arrays lie on the devices of a mesh."""
 
-    def __init__(self, spec: MeshSpec):
-        """Takes the first devices that there are, of all processes.
+    def __init__(self, mesh: MeshSpec | Mesh):
+        """Takes the devices of a mesh of JAX, else the first that there are, of all processes.
 
         Raises:
           BadConfig: there are fewer, or some processes would have none of them.
         """
         found = jax.devices()
+        spec = mesh if isinstance(mesh, MeshSpec) else MeshSpec.of(mesh)
         if spec.n_devices > len(found):
             raise BadConfig(
                 f"a mesh of {_said(spec)} needs {spec.n_devices} devices, there are {len(found)}; "
@@ -95,7 +119,12 @@ class Placement:
                 f"a mesh of {_said(spec)} takes {spec.n_devices} of the {len(found)} devices of "
                 f"{jax.process_count()} processes; it has to take all of them"
             )
-        grid = np.array(found[: spec.n_devices]).reshape(spec.context, spec.tensor)
+        devices = np.array(found[: spec.n_devices])
+        if isinstance(mesh, Mesh):
+            # Axes of one device may have any name, and stand anywhere.
+            order = sorted(range(mesh.devices.ndim), key=lambda i: mesh.axis_names[i] == "tensor")
+            devices = mesh.devices.transpose(order)
+        grid = devices.reshape(spec.context, spec.tensor)
         names = ("context", "tensor")
         self.spec = spec
         self.shards = Shards(Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names)))
@@ -173,11 +202,13 @@ class Placement:
         return jax.make_array_from_callback(x.shape, sharding, lambda at: np.array(x[at]))
 
 
-def placement(mesh: MeshSpec | None, config: CacheConfig) -> tuple[Placement | None, CacheConfig]:
+def placement(
+    mesh: MeshSpec | Mesh | None, config: CacheConfig
+) -> tuple[Placement | None, CacheConfig]:
     """Where arrays lie, and the cache as it is there; None is one device, and nothing changes.
 
     Raises:
-      BadConfig: there are too few devices.
+      BadConfig: there are too few devices, or the axes are others.
     """
     if mesh is None:
         return None, config

@@ -16,11 +16,12 @@ import xxhash
 from flax import nnx
 
 from kvrt.arrays import AnyArray
+from kvrt.attention.contract import Decoder
 from kvrt.errors import BadConfig
 from kvrt.program.disk_hits import CompileProgress, DiskHits
 from kvrt.program.labels.arrays import check_weights
 from kvrt.program.mesh import Placement
-from kvrt.program.step import StepSpec
+from kvrt.program.step import NanScores, StepSpec
 from kvrt.program.weights import param_shardings
 from kvrt.select_spec import DoubleSparsity
 
@@ -46,10 +47,11 @@ class Programs:
     """Compiled programs by kind and bucket, and the parameters that they are called with.
 
     `n_compiles` of them were compiled so far, of which `n_from_disk` came from JAX's persistent
-    compilation cache; callers waited `compile_s` for them.
+    compilation cache; callers waited `compile_s` for them. `nan_scores` are those of a policy that
+    they evicted by.
     """
 
-    def __init__(self, model: nnx.Module, spec: StepSpec, place: Placement | None = None):
+    def __init__(self, model: Decoder, spec: StepSpec, place: Placement | None = None):
         """Splits the model into its graph and its parameters; compiles nothing yet."""
         self.spec, self._place = spec, place
         self._graph, params = nnx.split(model)
@@ -60,7 +62,7 @@ class Programs:
         self._compiled: dict[tuple, jax.stages.Compiled] = {}
         self._pending: dict[tuple, Future[tuple[jax.stages.Compiled, int]]] = {}
         self.compile_s, self.n_from_disk = 0.0, 0
-        self._digest = ""
+        self._digest, self.nan_scores = "", NanScores()
         self._check_weights()
 
     @property
@@ -77,7 +79,7 @@ class Programs:
         found = [p.memory_analysis() for key, p in self._compiled.items() if key[0] == kind]
         return max((a.temp_size_in_bytes for a in found if a is not None), default=0)
 
-    def bind(self, model: nnx.Module) -> None:
+    def bind(self, model: Decoder) -> None:
         """Takes the parameters of a model of the same structure; compiled programs stay.
 
         Raises:
@@ -124,21 +126,32 @@ class Programs:
         Args:
           now: programs that are there on return.
           later: programs that may come after it.
-          progress: called at the beginning and after each of `now`, in this thread.
+          progress: called at the beginning and after each of `now`, in this thread; counts those
+            for `later` as well.
         """
-        awaited = [x.key for x in now if x.key not in self._compiled]
-        new = [x for x in (*now, *later) if x.key not in {*self._compiled, *self._pending}]
         start = time.perf_counter()
+        new = [x for x in (*now, *later) if x.key not in {*self._compiled, *self._pending}]
+        n_all = len({*self._compiled, *self._pending, *(x.key for x in new)})
         if progress:
-            progress(0, len(awaited), 0)
+            progress(len(self._compiled), n_all, self.n_from_disk)
         worker = ThreadPoolExecutor(1)
         for x in new:
             self._pending[x.key] = worker.submit(_compiled, self._lowered(x))
         worker.shutdown(wait=False)
-        for n, key in enumerate(awaited, 1):
-            self._take(key)
-            if progress:
-                progress(n, len(awaited), self.n_from_disk)
+        self._await([x.key for x in now if x.key not in self._compiled], n_all, progress)
+        self.compile_s += time.perf_counter() - start
+
+    @property
+    def n_pending(self) -> int:
+        """Programs that are being compiled in the background."""
+        return len(self._pending)
+
+    def wait(self, progress: CompileProgress | None = None) -> None:
+        """Waits for programs that are compiled in the background; `progress` as `compile_all`."""
+        start, n_all = time.perf_counter(), len(self._compiled) + len(self._pending)
+        if progress:
+            progress(len(self._compiled), n_all, self.n_from_disk)
+        self._await([*self._pending], n_all, progress)
         self.compile_s += time.perf_counter() - start
 
     def run(self, program: Program) -> Any:
@@ -171,6 +184,13 @@ class Programs:
         if program.key not in self._compiled:
             self.compile_all([program], [])
         return self._compiled[program.key]
+
+    def _await(self, keys: Sequence[tuple], n_all: int, progress: CompileProgress | None) -> None:
+        """Takes programs on their way, one after the other."""
+        for key in keys:
+            self._take(key)
+            if progress:
+                progress(len(self._compiled), n_all, self.n_from_disk)
 
     def _take(self, key: tuple) -> None:
         """Waits for a program on its way."""

@@ -21,6 +21,7 @@ from jax import lax
 from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, UInt32, state
 from kvrt.errors import BadConfig
 from kvrt.program.programs import Program
+from kvrt.whole_numbers import take_whole_numbers
 
 # In place of a token where logits have NaN, +inf or no finite value: it travels with the tokens.
 NO_TOKEN = -1
@@ -37,7 +38,7 @@ class Sampling:
       min_p: drop tokens below this share of the greatest probability; 0 is off.
       repeat_penalty: divides positive and multiplies negative logits of recent tokens; 1 is off.
       repeat_last_n: tokens that count as recent.
-      seed: of `jax.random`.
+      seed: of `jax.random`'s threefry2x32, whatever generator the process has by default.
     """
 
     temp: float = 0.0
@@ -50,6 +51,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Refuses values outside their range, and NaN."""
+        take_whole_numbers(self)
         limits = {
             "temp": (0.0, math.inf),
             "top_k": (0, 2**31 - 1),
@@ -67,7 +69,10 @@ class Sampling:
 
 @state
 class Sampler:
-    """Runtime values of S sequences' `Sampling` and their state, P recent tokens each."""
+    """Runtime values of S sequences' `Sampling` and their state, P recent tokens each.
+
+    `n_sampled` is modulo 2^32: after so many tokens a sequence's random numbers begin again.
+    """
 
     temp: Float[AnyArray, " S"]
     top_k: Int32[AnyArray, " S"]
@@ -75,7 +80,7 @@ class Sampler:
     min_p: Float[AnyArray, " S"]
     repeat_penalty: Float[AnyArray, " S"]
     seed: UInt32[AnyArray, " S"]
-    n_sampled: Int32[AnyArray, " S"]
+    n_sampled: UInt32[AnyArray, " S"]
     recent: Int32[AnyArray, "S P"]
 
 
@@ -90,7 +95,7 @@ def create(sampling: Sampling, recent: list[list[int]], *, n_sampled: int = 0) -
         tail = tokens[-sampling.repeat_last_n :] if sampling.repeat_last_n else []
         if tail:
             held[-len(tail) :] = tail
-    return dataclasses.replace(sampler, n_sampled=np.full(n, n_sampled, np.int32))
+    return dataclasses.replace(sampler, n_sampled=np.full(n, n_sampled % 2**32, np.uint32))
 
 
 def create_many(samplings: Sequence[Sampling], n_recent: int) -> Sampler:
@@ -106,7 +111,7 @@ def create_many(samplings: Sequence[Sampling], n_recent: int) -> Sampler:
         min_p=column("min_p", np.float32),
         repeat_penalty=column("repeat_penalty", np.float32),
         seed=column("seed", np.uint32),
-        n_sampled=np.zeros(len(samplings), np.int32),
+        n_sampled=np.zeros(len(samplings), np.uint32),
         recent=np.full((len(samplings), n_recent), -1, np.int32),
     )
 
@@ -123,7 +128,7 @@ def sample_tokens(
     plain = ~(jnp.any(warm) | jnp.any(changes))
     tokens = lax.cond(plain, lambda: _greedy(logits), lambda: _limited(logits, warm, sampler))
     recent = jnp.concatenate([sampler.recent[:, 1:], tokens[:, None]], axis=1)
-    n_sampled = sampler.n_sampled + 1
+    n_sampled = sampler.n_sampled + np.uint32(1)
     return tokens, dataclasses.replace(sampler, recent=recent, n_sampled=n_sampled)
 
 
@@ -177,11 +182,22 @@ def _limited(logits: Array, warm: Array, sampler: Sampler) -> Array:
 
 def _random(logits: Array, sampler: Sampler) -> Array:
     # Random numbers of a sequence follow from its seed and count, not from what is beside it.
-    keys = jax.vmap(lambda s, n: jax.random.fold_in(jax.random.key(s), n))
+    keys = jax.vmap(_key)(sampler.seed, sampler.n_sampled)
     temp = jnp.where(sampler.temp > 0, sampler.temp, 1.0)[:, None]
     left = jnp.where(kept(logits, sampler), logits / temp, -jnp.inf)
-    tokens = jax.vmap(jax.random.categorical)(keys(sampler.seed, sampler.n_sampled), left)
+    tokens = jax.vmap(lambda k, x: jax.random.categorical(k, x, mode="low"))(keys, left)
     return tokens.astype(jnp.int32)
+
+
+def _key(seed: AnyArray, n_sampled: AnyArray) -> Array:
+    """The key of a token.
+
+    What the process sets for random numbers (JAX_DEFAULT_PRNG_IMPL, JAX_RANDOM_SEED_OFFSET) and
+    JAX_HIGH_DYNAMIC_RANGE_GUMBEL above change no token: generator and mode are named, and the words
+    are those of `jax.random.key(seed)`.
+    """
+    words = jnp.stack([jnp.zeros_like(seed), seed])
+    return jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), n_sampled)
 
 
 def _penalise(logits: Array, sampler: Sampler) -> Array:

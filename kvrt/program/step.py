@@ -6,23 +6,28 @@ their own, loops and context shifts included.
 
 import dataclasses
 import functools
+import math
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Float, Int32, state
 from kvrt.attention import view
 from kvrt.attention.registry import check_chosen
-from kvrt.attention.scored.step import scored_step
+from kvrt.attention.scored.step import ScoredStep, scored_step
 from kvrt.attention.select import labels as label_arrays
 from kvrt.attention.select.labels import LabelArray, LabelPlan, StoreLabels
 from kvrt.attention.step_attention import StepAttention, step_attention
-from kvrt.cells import Cells, owner_bits, place, vacate
+from kvrt.cells import Cells, lengthened, owner_bits, place, vacate
 from kvrt.cells import create as create_cells
 from kvrt.config import CacheConfig
+from kvrt.errors import BadConfig
 from kvrt.program.batch import Batch, Places
 from kvrt.program.labels.arrays import label_plan, n_labelled
 from kvrt.program.layout import Layout
@@ -33,6 +38,11 @@ from kvrt.store.kv import KVStore
 from kvrt.store.shards import Shards
 
 Result = TypeVar("Result")
+# Steps whose counts are not read yet, so that none waits for the newest.
+_N_PENDING = 64
+
+# How XLA begins the message of a failed allocation.
+_NO_MEMORY = "RESOURCE_EXHAUSTED"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +69,8 @@ class StepSpec:
 class Cache:
     """Keys and values and what their cells mean, by store, on the device; recurrent states.
 
-    `labels` lie beside keys where decode reads sparsely; they follow from the keys.
+    `labels` lie beside keys where decode reads sparsely; they follow from the keys. `nan_scores`
+    counts scores of a policy that were NaN, where layers keep tokens by score.
     A runtime's has a cell for every slot: those from `Extent.n_cells` on are empty for ever.
     """
 
@@ -67,6 +78,67 @@ class Cache:
     cells: tuple[Cells, ...]
     states: recurrent.StateStore | None = None
     labels: tuple[StoreLabels, ...] | None = None
+    nan_scores: Int32[AnyArray, ""] | None = None
+
+
+class NanScores:
+    """The count of scores that were NaN, of any size; any thread may read it."""
+
+    def __init__(self) -> None:
+        """Zero."""
+        self._n, self._lock = 0, threading.Lock()
+        self._pending: deque[AnyArray] = deque()
+
+    @property
+    def n(self) -> int:
+        """Scores so far; waits for the steps that were counted."""
+        return self.add(0)
+
+    def add(self, n: int, *, n_pending: int = 0) -> int:
+        """Adds n, and what steps have counted but for the newest `n_pending`; the sum."""
+        with self._lock:
+            self._n += n
+            while len(self._pending) > n_pending:
+                self._n += int(np.asarray(self._pending.popleft()))  # sync: mostly of an old step
+            return self._n
+
+    def taken_from(self, cache: Cache) -> Cache:
+        """The cache with a count of zero, after what it has counted was noted."""
+        if cache.nan_scores is None or isinstance(cache.nan_scores, np.ndarray):
+            return cache
+        self._pending.append(cache.nan_scores)
+        self.add(0, n_pending=_N_PENDING)
+        return dataclasses.replace(cache, nan_scores=np.zeros((), np.int32))
+
+
+def allocate(spec: StepSpec, make: Callable[[Callable[[], Cache]], Cache]) -> Cache:
+    """An empty cache with a cell for every slot, so that programs are those of other n_ctx.
+
+    Args:
+      spec: sizes of the cache.
+      make: calls a function that makes arrays, where they are to lie.
+
+    Raises:
+      BadConfig: memory is lacking for it.
+    """
+
+    def created() -> Cache:
+        cache = create(spec)
+        both = zip(cache.cells, spec.layout.stores, strict=True)
+        cells = tuple(lengthened(cells, store.extent.n_slots) for cells, store in both)
+        return dataclasses.replace(cache, cells=cells)
+
+    try:
+        return make(created)
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if isinstance(error, jax.errors.JaxRuntimeError) and _NO_MEMORY not in str(error):
+            raise
+        stores = jax.eval_shape(lambda: [kv_store.create(s) for s in spec.layout.stores])
+        n_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(stores))
+        raise BadConfig(
+            f"keys and values of n_ctx = {spec.config.n_ctx} cells take {n_bytes / 1e9:.2f} GB, "
+            "and memory has no room for them; lower n_ctx, or take KV dtypes of fewer bits"
+        ) from error
 
 
 def create(spec: StepSpec) -> Cache:
@@ -78,6 +150,7 @@ def create(spec: StepSpec) -> Cache:
         cells=tuple(on_device(create_cells(s.extent.n_cells, n_seq_max)) for s in layout.stores),
         states=recurrent.create(layout.recurrent, layout.n_states) if layout.recurrent else None,
         labels=plan and plan.create(layout.stores),
+        nan_scores=jnp.zeros((), jnp.int32) if layout.scored else None,
     )
 
 
@@ -135,6 +208,9 @@ def step(
     advanced = tuple(attention.states[i] for i in recurrent_layers)
     states = cache.states and recurrent.StateStore(tables=advanced)
     after = Cache(stores=tuple(stores), cells=tuple(cells), states=states, labels=cache.labels)
+    if isinstance(attention, ScoredStep):
+        n_nan = jnp.asarray(cache.nan_scores) + attention.n_nan_scores
+        after = dataclasses.replace(after, nan_scores=n_nan)
     return result, after if plan is None else _labelled(plan, after, batch, spec)
 
 

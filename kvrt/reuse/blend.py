@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Float, Int32  # not from arrays: choosing needs no JAX
 
 from kvrt.errors import UsageError
+from kvrt.whole_numbers import take_whole_numbers
 
 Named = Literal["values", "keys", "first"]
 # From distances as in `to_recompute`, tokens of each chunk, and how many of them: which tokens.
@@ -39,6 +40,7 @@ class BlendSpec:
 
     def __post_init__(self) -> None:
         """Raises UsageError for what is out of range."""
+        take_whole_numbers(self)
         if not 0 <= self.ratio <= 1:
             raise UsageError(f"ratio {self.ratio} is not in [0, 1]")
         if self.check_layer < 0:

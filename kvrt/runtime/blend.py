@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from kvrt.arrays import Array, Float, Int32
+from kvrt.arrays import Array, Float, Int32, TokenIds
 from kvrt.cache import capture, checks, room
 from kvrt.cache.cell_cache import CellCache
 from kvrt.cellcache import history
@@ -65,7 +65,7 @@ AnyChunk = CachedChunk | StoredChunk
 
 def compute(
     stepper: Stepper,
-    text: tuple[Sequence[int], Sequence[int]],
+    text: tuple[TokenIds, TokenIds],
     here: Fingerprint,
     begun: Snapshot | None = None,
 ) -> CachedChunk:
@@ -108,7 +108,7 @@ def _restore_begun(
 def blend(
     cache: CellCache,
     chunks: Sequence[AnyChunk],
-    suffix: Sequence[int],
+    suffix: TokenIds,
     spec: BlendSpec,
     where: tuple[int, Fingerprint],
 ) -> Blended:

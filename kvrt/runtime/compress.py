@@ -92,9 +92,10 @@ def compress_prompt(
     logits, found = read(tokens, 0), whole.snapshot()
     if policy.reads_whole:
         read([*ask, *tokens], n)
-        found = _judged(found, whole, n)
+        found = _judged(found, whole)
     both = whole.programs.spec.layout, runtime.programs.spec.layout
     runtime.restore(_with_few_slots(found, *both, runtime), {0: seq_id})
+    runtime.programs.nan_scores.add(whole.programs.nan_scores.n)
     return Compressed(
         logits=logits,
         n_evaluated=n_evaluated,
@@ -133,14 +134,14 @@ def _waiting(whole: Runtime, progress: Progress, n_before: int, n_all: int) -> P
     return step
 
 
-def _judged(before: Snapshot, whole: Runtime, n: int) -> Snapshot:
-    """The prompt of n tokens in slots, of which stay those that its repetition attended to."""
+def _judged(before: Snapshot, whole: Runtime) -> Snapshot:
+    """The prompt in slots, of which stay those that its repetition attended to."""
     after, layout = whole.snapshot(), whole.programs.spec.layout
     assert before.states is not None and after.states is not None, "slots are states"
     assert layout.recurrent is not None, "slots are states"
     specs = dict(_specs(layout))
     tables = tuple(
-        _kept(specs[layer], prompt, repeated, n) if layer in specs else prompt
+        _kept(specs[layer], prompt, repeated, whole) if layer in specs else prompt
         for layer, prompt, repeated in zip(
             layout.recurrent.layers, before.states.tables, after.states.tables, strict=True
         )
@@ -149,11 +150,13 @@ def _judged(before: Snapshot, whole: Runtime, n: int) -> Snapshot:
     return dataclasses.replace(before, states=states)
 
 
-def _kept(spec: SlotSpec, prompt: tuple, repeated: tuple, n: int) -> tuple:
+def _kept(spec: SlotSpec, prompt: tuple, repeated: tuple, whole: Runtime) -> tuple:
     """Arrays of one state of a prompt: tokens that stay by what its repetition gave them."""
     slots, scores = _one(spec, prompt), _one(spec, repeated).sums
+    n = int(slots.filled)
     full = resized(dataclasses.replace(slots, sums=scores), max(n, spec.n_kept))
-    after = evict(spec, jax.tree.map(jnp.asarray, full))
+    after, n_nan = evict(spec, jax.tree.map(jnp.asarray, full))
+    whole.programs.nan_scores.add(int(n_nan))
     return tuple(np.asarray(x)[None] for x in jax.tree.leaves(after))
 
 

@@ -1,14 +1,20 @@
 """Edits of sequences, as llama.cpp's `llama_memory_seq_*`, and where a sequence lies."""
 
+from typing import TypeVar
+
 import numpy as np
 
 from kvrt.arrays import Int32
 from kvrt.cache.cell_cache import CellCache
 from kvrt.cellcache import contents
+from kvrt.cells import n_used
 from kvrt.cells.edits import Copy, Divide, Keep, Remove, Shift
 from kvrt.exclusive import Exclusive, one_call_at_a_time
+from kvrt.kv_types import described
 from kvrt.runtime import whole_cells
 from kvrt.runtime.stepper import Stepper
+
+Itself = TypeVar("Itself")
 
 
 @one_call_at_a_time(free=(), reads=("can_remove", "table"))
@@ -18,6 +24,13 @@ class SequenceEdits:
     _exclusive: Exclusive
     _cache: CellCache
     _stepper: Stepper
+    _model_name: str
+
+    def __repr__(self) -> str:
+        """The model's class, cells, KV dtypes and what computes attention."""
+        config, n = self._cache.device.spec.config, int(n_used(self._cache.host.cells))
+        of = f"{self._model_name}: {n} of {config.n_ctx} cells used"
+        return f"<Runtime of {of}, {described(config.type_k, config.type_v)}, {config.attention}>"
 
     def can_remove(self, seq_id: int, p0: int = 0, p1: int | None = None) -> bool:
         """Whether `seq_rm` of this range would leave every layer what the next token sees."""
@@ -100,6 +113,23 @@ class SequenceEdits:
         """Zeroes keys and values of empty cells, so that nothing of what was removed is left."""
         self._cache.flush()
         self._cache.device.scrub(self._cache.host.released_states())
+
+    def close(self) -> None:
+        """Frees keys and values on the device; of the rest only what needs none may be called.
+
+        That is `stats`, `cells`, `token_history` and the other members that are free at any time.
+        """
+        self._cache.device.free()
+        self._exclusive.is_closed = True
+
+    def __enter__(self: Itself) -> Itself:
+        """The runtime itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """See `close`."""
+        if not self._exclusive.is_closed:
+            self.close()
 
     def to_blocks(self, seq_id: int) -> int:
         """Places a sequence in blocks of block_size cells; returns how many cells were copied.

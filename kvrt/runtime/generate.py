@@ -20,6 +20,7 @@ from kvrt.program.disk_hits import CompileProgress
 from kvrt.program.programs import Program
 from kvrt.program.rounds import layer_skip, verify
 from kvrt.runtime.stepper import Drafting, Stepper
+from kvrt.whole_numbers import take_whole_numbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,10 @@ class After:
 
     token: int
     n_sampled: int
+
+    def __post_init__(self) -> None:
+        """Refuses anything but whole numbers."""
+        take_whole_numbers(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,6 +82,7 @@ class GenerationSpec:
 
     def __post_init__(self) -> None:
         """Refuses counts below their least value."""
+        take_whole_numbers(self)
         if (self.n_predict or 0) < 0 or self.n_best < 0 or self.stride < 1:
             raise BadConfig(
                 f"n_predict {self.n_predict}, n_best {self.n_best}, stride {self.stride}; "

@@ -1,7 +1,6 @@
 """Calibration of Double Sparsity: which channels of each layer and kv head scores come from."""
 
 import json
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from kvrt.attention.types import AttendArgs, TokenQKV
 from kvrt.cells.slots import Places
 from kvrt.config import CacheConfig
 from kvrt.errors import BadConfig
-from kvrt.files import atomic, small_json
+from kvrt.files import kinds, small_json
 from kvrt.program import step
 from kvrt.program.batch import Batch
 from kvrt.program.layout import Layout, cell_layout
@@ -55,7 +54,7 @@ def heavy_channels(
     least = min(g.head_dim for g in model.groups)
     if not 0 < n_channels <= least:
         raise BadConfig(f"{n_channels} channels a head are wanted, heads have {least}; fewer")
-    config = CacheConfig(n_ctx=size, attention="chunked", swa_full=True)
+    config = CacheConfig(n_ctx=size, attention="chunked", swa_full=True, type_k="f32", type_v="f32")
     layout = cell_layout(model.groups, model.recurrent, config)
     spec = StepSpec(config, layout)
     programs = Programs(model, spec)
@@ -119,10 +118,15 @@ def _program(programs: Programs, spec: StepSpec, layout: Layout, tokens: np.ndar
 
 
 def write_channels(path: str, channels: Channels, weights: str) -> None:
-    """Writes what `heavy_channels` found as JSON; a file of that name is replaced."""
+    """Writes what `heavy_channels` found as JSON, in place of an older file of the same kind.
+
+    Raises:
+      UsageError: the path holds another kind of file.
+      SaveError: it cannot be written.
+    """
     found = {"kind": _KIND, "weights": weights, "channels": channels}
     data = json.dumps(found).encode()
-    atomic.replace(pathlib.Path(path), lambda fd: atomic.write_at(fd, data, 0))
+    kinds.write_whole(path, data, kinds.CHANNELS)
 
 
 def read_channels(path: str) -> tuple[Channels, str]:

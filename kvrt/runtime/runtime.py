@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from flax import nnx
+from jax.sharding import Mesh
 
-from kvrt.arrays import Array, Float, Int32
-from kvrt.cache import capture
+from kvrt.arrays import Array, Float, Int32, TokenIds
+from kvrt.attention.contract import Decoder
+from kvrt.cache import capture, checks
 from kvrt.cache.cell_cache import open_cell_cache
 from kvrt.cache.kept_positions import KeptPositions, kept_positions
 from kvrt.cache.stats import Stats
@@ -53,6 +54,8 @@ class Runtime(SequenceEdits):
     for one, leaves the steps that ran, and the exception has a note that says how many tokens stay.
     Positions follow the sequence: appended tokens stand after the greatest position that it has.
 
+    A `with` block frees keys and values at its end, as `close` does.
+
     It takes one call at a time, and one item of `generate` is a call: another one meanwhile, of any
     thread, raises `Busy` and changes nothing. `stats`, `cells`, `group_cells`, `programs`,
     `fingerprint`, `n_free`, `seq_pos_min`, `token_history` (old name: `text`) and `n_exact` never
@@ -63,32 +66,34 @@ class Runtime(SequenceEdits):
 
     def __init__(
         self,
-        model: nnx.Module,
+        model: Decoder,
         config: CacheConfig | None = None,
         *,
         policy: AnyPolicy | None = None,
         identity: Mapping[str, str] | None = None,
-        mesh: MeshSpec | None = None,
+        mesh: MeshSpec | Mesh | None = None,
     ):
         """Allocates the cache; nothing is compiled before it is needed.
 
         Args:
-          model: a `kvrt.attention.Decoder`.
-          config: sizes and types of the cache.
+          model: a flax.nnx module, as `kvrt.Decoder` says.
+          config: sizes and types of the cache; None is `CacheConfig()`.
           policy: makes room when a sequence has outgrown it, or keeps tokens by score; None raises
             `CacheFull` instead.
           identity: what a session must share beside weights and sizes, e.g. the architecture and
             the tokenizer's digest.
-          mesh: devices that divide cache and weights; None is one.
+          mesh: devices that divide cache and weights; None is one. Axes are those of `MeshSpec`.
 
         Raises:
-          BadConfig: n_keep leaves nothing to drop, groups lack layers, or there are few devices.
+          BadConfig: the model is no decoder, n_keep leaves nothing to drop, groups lack layers, or
+            there are too few devices or too little memory.
         """
         self._exclusive = Exclusive("Runtime")
-        place, divided = placement(mesh, config := config or CacheConfig())
+        config = checks.settled(model, CacheConfig() if config is None else config, policy)
+        place, divided = placement(mesh, config)
         self._cache = open_cell_cache(model, divided, place, policy)
         self.config, self.identity = self._cache.device.settled(config), dict(identity or {})
-        self.n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
+        self.n_vocab, self._model_name = int(model.n_vocab), type(model).__name__
         self._stepper = Stepper(self._cache, self.n_vocab)
 
     text, earliest_resume = old_names.text, old_names.earliest_resume
@@ -159,14 +164,13 @@ class Runtime(SequenceEdits):
 
     def stats(self) -> Stats:
         """Counters so far."""
-        kept = self._cache.host.checkpoints
-        return self._cache.counts.snapshot(self.cells, self._cache.device, kept)
+        return self._cache.counts.snapshot(self._cache.host, self._cache.device)
 
     # --- tokens in, logits out -----------------------------------------------------------------
 
     def append(
         self,
-        tokens: Sequence[int],
+        tokens: TokenIds,
         seq_id: int = 0,
         *,
         out_ids: Sequence[int] | None = None,
@@ -191,7 +195,7 @@ class Runtime(SequenceEdits):
         progress = progress and self._exclusive.callback(progress)
         return self._stepper.append(tokens, seq_id, out_ids, progress)
 
-    def fill(self, tokens: Sequence[int], seq_id: int, pos: int) -> None:
+    def fill(self, tokens: TokenIds, seq_id: int, pos: int) -> None:
         """Evaluates tokens at positions [pos, pos + n) of a sequence, where it holds nothing.
 
         They see what stands before them; what stands behind them was computed without them.
@@ -217,12 +221,12 @@ class Runtime(SequenceEdits):
         """
         generate.prepare(self._cache.device, n_tokens, asked, progress)
 
-    def bind(self, model: nnx.Module) -> None:
+    def bind(self, model: Decoder) -> None:
         """Takes the weights of a model that was given as shapes; see `kvrt_models.load`."""
         self.programs.bind(model)
 
     def prefill(
-        self, tokens: Sequence[int], seq_id: int = 0, *, progress: Progress | None = None
+        self, tokens: TokenIds, seq_id: int = 0, *, progress: Progress | None = None
     ) -> Float[Array, " V"]:
         """`append` of a prompt; the logits of its last token."""
         progress = progress and self._exclusive.callback(progress)
@@ -235,7 +239,7 @@ class Runtime(SequenceEdits):
         """
         return self._stepper.decode(tokens)
 
-    def probe(self, tokens: Sequence[int], seq_id: int = 0) -> Float[Array, "T V"]:
+    def probe(self, tokens: TokenIds, seq_id: int = 0) -> Float[Array, "T V"]:
         """Logits of tokens after the end of a sequence, which stays as it is.
 
         Nothing is dropped for them: they stand behind the end, even where a policy would make room.
@@ -284,7 +288,7 @@ class Runtime(SequenceEdits):
     # --- chunks that were computed alone ---------------------------------------------------------
 
     def chunk(
-        self, tokens: Sequence[int], lead: Sequence[int] = (), begun: Snapshot | None = None
+        self, tokens: TokenIds, lead: TokenIds = (), begun: Snapshot | None = None
     ) -> CachedChunk:
         """Computes a text alone, in a sequence that is empty before and after, for `blend`.
 
@@ -306,7 +310,7 @@ class Runtime(SequenceEdits):
     def blend(
         self,
         chunks: Sequence[CachedChunk | StoredChunk],
-        suffix: Sequence[int],
+        suffix: TokenIds,
         spec: BlendSpec | None = None,
         seq_id: int = 0,
     ) -> Blended:

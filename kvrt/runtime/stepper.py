@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from kvrt.arrays import Array, Float
+from kvrt.arrays import Array, Float, TokenIds
 from kvrt.cache import checks, room
 from kvrt.cache.cell_cache import CellCache
 from kvrt.cache.last_logits import ResumePoint
@@ -50,7 +50,7 @@ class Stepper:
 
     def append(
         self,
-        tokens: Sequence[int],
+        tokens: TokenIds,
         seq_id: int,
         out_ids: Sequence[int] | None,
         progress: Progress | None,
@@ -104,7 +104,7 @@ class Stepper:
         if len(again):
             self.append(again.tolist(), seq_id, None, None)
 
-    def fill(self, tokens: Sequence[int], seq_id: int, first: int) -> None:
+    def fill(self, tokens: TokenIds, seq_id: int, first: int) -> None:
         """See `Runtime.fill`."""
         host, cache = self._host, self._cache
         ids = checks.token_ids(tokens, self.n_vocab)
@@ -162,7 +162,7 @@ class Stepper:
             cache.logits.put(s, int(pos[i]), logits[i : i + 1])
         return {s: logits[i] for i, s in enumerate(seqs)}
 
-    def probe(self, tokens: Sequence[int], seq_id: int) -> Float[Array, "T V"]:
+    def probe(self, tokens: TokenIds, seq_id: int) -> Float[Array, "T V"]:
         """See `Runtime.probe`."""
         self._cache.check_seq_id(seq_id)
         ids = checks.token_ids(tokens, self.n_vocab)

@@ -11,6 +11,7 @@ from kvrt.kv_types import CELLS_OF_SCALE, any_by_channel
 from kvrt.serving.offload import TierConfig
 from kvrt.serving.scheduling.step_plan import Rules
 from kvrt.serving.sessions.folder import SessionDir
+from kvrt.whole_numbers import take_whole_numbers
 
 Mode = Literal["cell", "paged"]
 
@@ -62,6 +63,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Refuses unknown modes, and options of blocks in cell mode."""
+        take_whole_numbers(self)
         if self.mode not in get_args(Mode):
             raise BadConfig(f"mode {self.mode!r}; 'cell' or 'paged'")
         if self.mode == "cell" and self.tiers is not None:

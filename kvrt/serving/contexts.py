@@ -22,7 +22,7 @@ class Contexts:
       policy: of requests that name none of their own; None is no policy.
       n_ctx: tokens of one request in the cache at most.
       n_step: tokens of a step.
-      requantizes: whether a K-shift quantizes keys again.
+      requantizes: `CacheConfig.requantizes`, whether a K-shift rounds keys again.
       masks: of layers that use the cells of a window again.
       n_pinned: first positions of a request that those never use again, so that a policy which
         drops none of them may drop as it likes; None is no position.

@@ -1,11 +1,12 @@
 """Many requests on one cache: added at any time, computed together, reported step by step."""
 
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import Any, Literal
 
-from flax import nnx
+from jax.sharding import Mesh
 
 from kvrt.arrays import Array, Float
+from kvrt.attention.contract import Decoder
 from kvrt.cache import checks
 from kvrt.config import CacheConfig
 from kvrt.drafts.layer_skip import LayerSkip
@@ -56,23 +57,23 @@ class Engine:
 
     def __init__(
         self,
-        model: nnx.Module,
+        model: Decoder,
         config: CacheConfig,
         options: EngineConfig | None = None,
         *,
-        mesh: MeshSpec | None = None,
+        mesh: MeshSpec | Mesh | None = None,
         policy: AnyPolicy | None = None,
         **old: Any,
     ):
         """Allocates the cache; nothing is compiled before it is needed.
 
         Args:
-          model: a `kvrt.attention.Decoder`.
+          model: a flax.nnx module, as `kvrt.Decoder` says.
           config: n_ctx tokens of n_seq_max sequences together; in blocks of block_size.
           options: how they are served; None is `EngineConfig()`.
-          mesh: devices that divide cache and weights; None is one. Where they are of several
-            processes each makes the same calls; a step in which they plan differently raises
-            KvrtError in all of them.
+          mesh: devices that divide cache and weights, as for a `Runtime`; None is one. Where they
+            are of several processes each makes the same calls; a step in which they plan
+            differently raises KvrtError in all of them.
           policy: what a request keeps when it outgrows its context, n_ctx_seq of the rules, unless
             it names a policy of its own; None refuses requests that could. One by score is that of
             all requests.
@@ -83,13 +84,14 @@ class Engine:
             too few devices, or several processes with tiers or a folder of sessions.
         """
         self._exclusive = Exclusive("Engine")
+        config = checks.settled(model, config, policy)
         self.options = from_keywords(options, old).fitted(config)
         agreement = agreement_for(self.options, on_mesh=mesh is not None)
         self.device, self.space, config = open_space(model, config, self.options, mesh, policy)
         self.config = self.device.settled(config)
         rules = self.options.rules
         assert rules is not None, "fitted options have rules"
-        n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
+        n_vocab: int = model.n_vocab
         n_max = min(self.space.n_max, rules.n_ctx_seq or config.n_ctx)
         if self.options.speculation is not None:
             of = self.device
@@ -157,14 +159,25 @@ class Engine:
         self._steps.metrics.forked(n > 0)
         return n
 
-    def cancel(self, request_id: str, sample: int | None = None) -> None:
+    def cancel(
+        self,
+        request_id: str,
+        sample: int | None = None,
+        *,
+        reason: Literal["cancelled", "stop"] = "cancelled",
+    ) -> None:
         """Ends a request at once, or one of its samples; the next step reports it.
+
+        Args:
+          request_id: of the request.
+          sample: which of its samples; None is all.
+          reason: counted and reported; "stop" where the caller has found a stop text.
 
         Raises:
           BadRequest: nothing of that is being served, or it is one beam of a search.
         """
         self._steps.beams.check_no_search(request_id, sample)
-        self._outputs.add(self._steps.report(self._scheduler.cancel(request_id, sample)))
+        self._outputs.add(self._steps.report(self._scheduler.cancel(request_id, sample, reason)))
 
     def step(self) -> list[Output]:
         """Computes the next tokens of as many requests as fit; what is new.

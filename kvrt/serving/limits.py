@@ -55,8 +55,8 @@ class Limits:
             return
         if request.n_whole > self.n_ctx:
             raise BadRequest(
-                f"{need} need {request.n_whole} positions, the model has {self.n_ctx}; shorten it, "
-                "or give it a policy"
+                f"{need} need {request.n_whole} positions, the cache has n_ctx = {self.n_ctx} (-c "
+                "of the command); raise that, shorten the request, or give it a policy"
             )
         if request.quota is not None and request.n_whole > request.quota:
             raise BadRequest(

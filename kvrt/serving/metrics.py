@@ -80,6 +80,7 @@ class EngineStats:
       n_running: samples that run.
       n_waiting: samples that do not yet, or were preempted.
       n_bad_logits: samples ended by logits with NaN, +inf or no finite value.
+      n_nan_scores: scores of a policy by score that were NaN; those tokens were evicted first.
       tokens: "prompt" and "decode", computed as such, and "sampled".
       finished: samples that ended, by their finish_reason.
       prefix: tokens "asked" for and "hit" in the prefix cache by new requests; "asked_again" and
@@ -119,6 +120,7 @@ class EngineStats:
     drafts: Mapping[str, int] = dataclasses.field(default_factory=dict)
     reads: Mapping[str, int] = dataclasses.field(default_factory=dict)
     n_ahead: int = 0
+    n_nan_scores: int = 0
     n_pins: int = 0
     pools: tuple[PoolUse, ...] = ()
     checkpoints: CheckpointUse | None = None
@@ -159,6 +161,7 @@ def device_counts(device: Device) -> dict[str, Any]:
         "n_compiles": device.programs.n_compiles,
         "n_from_disk": device.programs.n_from_disk,
         "compile_s": device.programs.compile_s,
+        "n_nan_scores": device.programs.nan_scores.n,
         "cache_bytes": device.n_bytes,
         "attention": device.attention,
     }

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from kvrt.cache import capture
 from kvrt.errors import BadConfig
 from kvrt.paged.hashing import Chain, PrefixHash
 from kvrt.paged.hits import Hit, Wanted
@@ -24,6 +25,8 @@ from kvrt.paged.tiers.index import PolicyName, TierIndex
 from kvrt.paged.tiers.tiering import Tiering
 from kvrt.program.device import Device
 from kvrt.serving.metrics import TierUse
+from kvrt.session import fingerprint, older_fingerprint
+from kvrt.whole_numbers import take_whole_numbers
 
 # What a block of a group holds: its name in the tiers.
 _Entry = tuple[int, PrefixHash]
@@ -31,8 +34,8 @@ _Entry = tuple[int, PrefixHash]
 _N_TIMED = 4
 # Bytes of a block's name on a disk beside its tokens: digests, and a salt that is not too long.
 _NAME_REST = 256
-# What groups say where it changes nothing: files of before, which lack it, are found again.
-_UNSAID = (", kv_of=()", ", latent_rank=0", ", indexed=None")
+# Of an identity, what blocks of before lacked and that follows from the files of the weights.
+_OF_MODEL_FILES = {"name", "arch", "tokenizer", "decoder", "weight_type"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,7 @@ class TierConfig:
 
     def __post_init__(self) -> None:
         """Refuses tiers without room."""
+        take_whole_numbers(self)
         if self.host_bytes < 1 or (self.disk is not None and self.disk_bytes < 1):
             raise BadConfig(
                 f"tiers of {self.host_bytes} bytes on the host and {self.disk_bytes} on the disk; "
@@ -86,7 +90,7 @@ class Tiers:
         on_device: PoolStores,
         manager: BlockManager,
         device: Device,
-        fingerprint: bytes,
+        fingerprints: Sequence[bytes],
     ):
         """Starts threads, which `close` ends.
 
@@ -95,14 +99,14 @@ class Tiers:
           on_device: the pools that are offloaded.
           manager: whose hits are made longer.
           device: has the bytes.
-          fingerprint: of what blocks on a disk belong to.
+          fingerprints: of what blocks on a disk belong to, and those of before.
 
         Raises:
           BadConfig: there is not room for one block of each pool, or a file is another's.
         """
         self._config, self._plan, self._stores = config, on_device.plan, on_device.stores
         self._pools, self._manager, self._device = on_device.pools, manager, device
-        self._tiers = [self._open(i, fingerprint) for i in range(len(self._pools))]
+        self._tiers = [self._open(i, fingerprints) for i in range(len(self._pools))]
         # Seconds a token that is computed and a byte that is loaded; 0 is not known yet.
         self._token_s = self._byte_s = 0.0
         self._n_timed = 0
@@ -191,7 +195,7 @@ class Tiers:
             for name, n in n_bytes.items()
         }
 
-    def _open(self, pool: int, fingerprint: bytes) -> Tiering:
+    def _open(self, pool: int, fingerprints: Sequence[bytes]) -> Tiering:
         config, each = self._config, self._plan.pools[pool].block_bytes
         whole = sum(p.n_blocks * p.block_bytes for p in self._plan.pools)
         share = self._plan.pools[pool].n_blocks * each / whole
@@ -213,7 +217,7 @@ class Tiers:
             path = config.disk / f"pool-{pool}.blocks"
             sizes = [g.block_size for g in self._plan.groups if g.pool == pool]
             n_name = 4 * max(sizes) + _NAME_REST
-            file = BlockFile(path, each, n_disk, fingerprint, n_name=n_name)
+            file = BlockFile(path, each, n_disk, *fingerprints, n_name=n_name)
             disk = DiskTier(file, name=block_name, policy=config.policy)
         store = self._stores[pool]
         return Tiering(
@@ -250,25 +254,37 @@ class Tiers:
 
 
 def open_tiers(
-    config: TierConfig | None, on_device: PoolStores, manager: BlockManager, device: Device
+    config: TierConfig | None,
+    on_device: PoolStores,
+    manager: BlockManager,
+    device: Device,
+    identity: Mapping[str, str],
 ) -> Tiers | None:
     """The tiers of a cache, if it has some."""
     if config is None:
         return None
-    return Tiers(config, on_device, manager, device, _fingerprint(device) if config.disk else b"")
+    fingerprints = () if config.disk is None else tier_fingerprints(device, identity)
+    return Tiers(config, on_device, manager, device, fingerprints)
 
 
-def _fingerprint(device: Device) -> bytes:
-    """What blocks on a disk must share with another run to be used by it."""
-    config = device.spec.config
-    said = (config.type_k, config.type_v, config.hadamard)
-    said += (config.rope, config.block_size, config.n_ctx)
-    if config.self_extend is not None:  # what a token sees decides what later layers keep of it
-        said += (config.self_extend,)
-    groups = f"{device.layout.groups}"
-    for unsaid in _UNSAID:
-        groups = groups.replace(unsaid, "")
-    return f"{device.programs.weights_digest} {said} {groups}".encode()
+def tier_fingerprints(device: Device, identity: Mapping[str, str]) -> tuple[bytes, ...]:
+    """What blocks on a disk must share with another engine to be used by it.
+
+    The fingerprint of sessions, and how blocks lie in the file. Then that of files of before, where
+    it told enough: it knew no policy by score, and no identity.
+    """
+    programs, layout, config = device.programs, device.layout, device.spec.config
+    blocks = {
+        "size": config.block_size,
+        "runs": [store.run for store in layout.stores],
+        "stores": list(layout.store_of),
+        "buffers": [list(x) for x in layout.buffers],
+    }
+    found = capture.fingerprint(programs, device.n_vocab, identity)
+    names = [fingerprint.digest({**found, "blocks": blocks})]
+    if not layout.scored and not any(blocks["runs"]) and set(identity) <= _OF_MODEL_FILES:
+        names.append(older_fingerprint.of_tier(programs.weights_digest, config, layout.groups))
+    return tuple(x.encode() for x in names)
 
 
 class _Both:

@@ -1,10 +1,12 @@
 """Outputs of an engine: what they say, and who gets those that were not handed out yet."""
 
+import functools
 from collections import deque
 from collections.abc import Callable, Container, Generator, Iterable
 from typing import NamedTuple
 
 from kvrt.errors import BadRequest
+from kvrt.policies import PolicyContext
 from kvrt.serving.request import FinishReason, SeqState
 
 
@@ -20,6 +22,7 @@ class Output(NamedTuple):
       error: what went wrong, one line.
       n_dropped: tokens that its policy has dropped, which later ones could not see.
       score: of a beam search, the text's log-probability / n^length_penalty; None of others.
+      n_before_drop: tokens that were computed before its policy dropped any; None if it did not.
     """
 
     id: str
@@ -30,6 +33,7 @@ class Output(NamedTuple):
     error: str | None = None
     n_dropped: int = 0
     score: float | None = None
+    n_before_drop: int | None = None
 
 
 class Outputs:
@@ -119,7 +123,20 @@ def output_of(state: SeqState, tokens: tuple[int, ...]) -> Output:
         error=state.error,
         n_dropped=state.n_dropped,
         score=state.score,
+        n_before_drop=_n_before_drop(state),
     )
+
+
+def _n_before_drop(state: SeqState) -> int | None:
+    if not state.n_dropped or state.context is None:
+        return None
+    return _first_drop(state.context, state.n_prompt, state.n_whole)
+
+
+@functools.lru_cache(maxsize=1024)
+def _first_drop(context: PolicyContext, n_prompt: int, n_whole: int) -> int:
+    """Tokens of a sequence before its first drop, which follows from counts."""
+    return next(n_past for n_past, _ in context.events(n_prompt, n_whole))
 
 
 def bad_logits(state: SeqState) -> str:

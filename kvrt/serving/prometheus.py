@@ -1,11 +1,13 @@
 """An engine's counters for Prometheus: a collector for any registry, and a file.
 
-registry.register(EngineCollector(engine.stats))   # served by prometheus_client as others are
-write(Path("kvrt.prom"), engine.stats())           # read by the node exporter
+from prometheus_client import REGISTRY
+from kvrt.serving.prometheus import EngineCollector, write_metrics
+
+REGISTRY.register(EngineCollector(engine.stats))    # served by prometheus_client as others are
+write_metrics(Path("kvrt.prom"), engine.stats())    # read by the node exporter
 """
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from kvrt.files import atomic
+from kvrt.files import kinds
 from kvrt.serving.metrics import EngineStats, TierUse
 
 _Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
@@ -37,6 +39,10 @@ _ONE: tuple[tuple[str, _Kind, str, str], ...] = (
     (
         *("kvrt_bad_logits", CounterMetricFamily, "n_bad_logits"),
         "Samples ended by logits that are not finite.",
+    ),
+    (
+        *("kvrt_nan_scores", CounterMetricFamily, "n_nan_scores"),
+        "Scores of a policy that were NaN, whose tokens were evicted first.",
     ),
     ("kvrt_extend_rounds", CounterMetricFamily, "n_extend", "Rounds of SelfExtend in the cache."),
     ("kvrt_uptime_seconds", GaugeMetricFamily, "seconds", "Seconds since the engine was made."),
@@ -97,16 +103,10 @@ def write_metrics(path: Path, stats: EngineStats) -> None:
     """Writes stats to a file, whole or not at all, so that a reader never sees half of it.
 
     Raises:
+      UsageError: the path holds another kind of file.
       SaveError: it cannot be written.
     """
-    new = atomic.temporary(path)
-    with atomic.told_of(path):
-        try:
-            new.write_text(exposition(stats), encoding="utf-8")
-            os.replace(new, path)
-        except BaseException:
-            new.unlink(missing_ok=True)
-            raise
+    kinds.write_whole(path, exposition(stats).encode(), kinds.METRICS)
 
 
 def _families(stats: EngineStats) -> Iterator[Metric]:

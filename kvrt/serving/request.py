@@ -20,6 +20,7 @@ from kvrt.program.sample import Sampling
 from kvrt.serving.beams.spec import BeamSpec, EarlyStopping
 from kvrt.serving.sessions.private_prefix import PrivatePrefix
 from kvrt.upkeep.extend_schedule import ExtendSchedule
+from kvrt.whole_numbers import take_whole_numbers
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Status = Literal["waiting", "running", "preempted", "finished"]
@@ -33,7 +34,7 @@ class Request:
 
     Attributes:
       id: name of the request; no other that is still being served has it.
-      tokens: the prompt.
+      tokens: the prompt; a list or an array becomes a tuple.
       n_predict: tokens to sample at most, for each sample.
       sampling: how they are sampled; sample i uses the seed plus i, modulo 2^32.
       stop_ids: tokens that end a sample; the one that does is still reported.
@@ -41,8 +42,8 @@ class Request:
       priority: lower goes first, where the scheduler orders by priority.
       salt: prompts with different salts never share a prefix.
       cache: whether it may use prefixes that others have computed; others may always use its own.
-      borders: numbers of tokens of the prompt, such as those up to where each message ends, after
-        which a context checkpoint is worth keeping, where the engine keeps any.
+      borders: numbers of the prompt's tokens after which a context checkpoint is worth keeping,
+        such as the ends of messages.
       policy: what it keeps when it outgrows its context, which is the engine's n_ctx_seq; by
         "default" the engine's policy, with "none" it is refused if it could outgrow that.
       quota: tokens that each sample may have in the cache at once; None is n_ctx_seq. It is the
@@ -50,10 +51,9 @@ class Request:
       reserve: tokens whose room is each sample's own from its admission on, or all that it may
         have if that is less: until it has more it is not preempted.
       num_beams: texts of a beam search, which are reported when it has ended; 1 is none.
-      length_penalty: of a beam search, see `kvrt.BeamSpec`.
-      early_stopping: likewise: True, False or "never".
-      private_prefix: keys and values of its first tokens, which it brings along and nobody else
-        finds; its salt is then one of its own. None computes them, or finds what others computed.
+      length_penalty, early_stopping: of a beam search, see `kvrt.BeamSpec`.
+      private_prefix: keys and values of its first tokens, for this request alone, whose salt is
+        then its own. None computes them, or finds what others computed.
       drafts: whether it is drafted for, where the engine has drafts.
     """
 
@@ -80,10 +80,11 @@ class Request:
         """Refuses what no engine could serve.
 
         Raises:
-          BadRequest: an empty prompt, counts out of range, what is no whole number, or no policy.
+          BadRequest: an empty prompt, counts out of range, no whole number, or no policy.
         """
         if not isinstance(self.id, str) or not 0 < len(self.id) <= MAX_ID:
             raise BadRequest(f"a request's id must be a text of 1 to {MAX_ID} characters")
+        take_whole_numbers(self, refuse=False)
         if not self.tokens:
             raise BadRequest(f"{self.name}: the prompt is empty; at least one token is needed")
         for ids, what in ((self.tokens, "token"), (self.stop_ids, "stop id")):
@@ -119,9 +120,8 @@ class Request:
             ("num_beams", self.num_beams, 1, MAX_SEQUENCES),
             ("reserve", self.reserve, 0, 2**31 - 1),
             *(("border", x, 1, len(self.tokens)) for x in self.borders),
+            *(("quota", x, 1, 2**31 - 1) for x in (self.quota,) if x is not None),
         ]
-        if self.quota is not None:
-            asked.append(("quota", self.quota, 1, 2**31 - 1))
         for name, value, low, high in asked:
             if type(value) is not int or not low <= value <= high:
                 raise BadRequest(
@@ -179,7 +179,7 @@ class SeqState:
       tokens: the prompt, then the sampled tokens.
       n_computed: tokens that are in the cache.
       n_past_read: of them those by steps ahead, of which nobody has read what they sampled.
-      n_cached: tokens of the prompt that nobody had to compute for it when it was first admitted.
+      n_cached: tokens of the prompt that were cached when it was first admitted.
       n_most: tokens at which it ends.
       context: its policy's, if that will have to drop tokens; else None.
       n_left: tokens that each drop leaves at least; 0 without a context.

@@ -50,7 +50,7 @@ class Samplers:
         if self._last is None or self._last[0] != states:
             self._last = (list(states), *self._columns(states))
         _, sampler, last_n, n_prompt = self._last
-        n_sampled = np.zeros(self._n_seq_max, np.int32)
+        n_sampled = np.zeros(self._n_seq_max, np.uint32)
         n_sampled[: len(states)] = [len(s.tokens) for s in states]
         n_sampled[: len(states)] -= n_prompt
         self.looks_back = bool(last_n.any())
@@ -65,8 +65,8 @@ class Samplers:
         dtypes = (np.float32, np.int32, np.float32, np.float32, np.float32, np.uint32)
         named = {n: x.astype(t) for n, x, t in zip(_NAMES, columns, dtypes, strict=True)}
         recent = np.full((self._n_seq_max, self._n_recent), -1, np.int32)
-        n_sampled = np.zeros(self._n_seq_max, np.int32)
-        n_prompt = np.array([s.n_prompt for s in states], np.int32)
+        n_sampled = np.zeros(self._n_seq_max, np.uint32)
+        n_prompt = np.array([s.n_prompt for s in states], np.uint32)
         return Sampler(**named, n_sampled=n_sampled, recent=recent), last_n, n_prompt
 
     def _recent(self, states: Sequence[SeqState], last_n: np.ndarray) -> np.ndarray:

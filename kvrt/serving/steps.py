@@ -381,10 +381,7 @@ class EngineSteps:
                 self.scheduler.finish(state, reason)
                 outputs.append(self._output(state, *earlier.get(state, ()), token))
             else:
-                n_cached, n_dropped = state.n_cached or 0, state.n_dropped
-                of = state.request.id, state.sample
-                tokens = (*earlier.get(state, ()), token)
-                outputs.append(Output(*of, tokens, None, n_cached, None, n_dropped))
+                outputs.append(output_of(state, (*earlier.get(state, ()), token)))
         return outputs
 
     def _output(self, state: SeqState, *tokens: int) -> Output:

@@ -9,7 +9,7 @@ from kvrt.cellcache import window
 from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.window import Intervals
 from kvrt.config import MaskSpec
-from kvrt.errors import BadSession
+from kvrt.errors import DAMAGED, BadSession
 from kvrt.session import described, expected, kv_arrays
 from kvrt.session.kv_file.blobs import Tensors
 from kvrt.session.manifest import Blob, CheckpointEntry, Manifest, TailEntry
@@ -115,6 +115,4 @@ def _check_seen(
 
 
 def _bad(said: CheckpointEntry, what: str) -> BadSession:
-    return BadSession(
-        f"the checkpoint at position {said.pos}: {what}; the session is damaged, save it again"
-    )
+    return BadSession(f"the checkpoint at position {said.pos}: {what}; {DAMAGED}")

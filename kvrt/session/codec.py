@@ -1,14 +1,16 @@
 """From a snapshot to the tensors and the manifest of a session, and back with checks."""
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
 import kvrt
 from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.saved import SavedCells
-from kvrt.errors import BadSession, SaveError
+from kvrt.errors import DAMAGED, BadSession, SaveError
 from kvrt.session import checkpoints, described, expected, kv_arrays, owners
 from kvrt.session import manifest as manifests
 from kvrt.session.divided.division import Division, joined_pieces, pieces
@@ -73,9 +75,7 @@ def manifest(
             groups=groups,
             held=snapshot.states and snapshot.states.held,
             states=next(left) if snapshot.states else None,
-            checkpoints=tuple(
-                checkpoints.checkpoint_entry(c, next(left)) for c in snapshot.checkpoints
-            ),
+            checkpoints=tuple(map(checkpoints.checkpoint_entry, snapshot.checkpoints, left)),
             n_marks=snapshot.history.n_marks,
             n_tokens={s: _merged(p).shape[1] for s, p in snapshot.history.pieces.items()},
             exact=snapshot.history.exact,
@@ -83,6 +83,7 @@ def manifest(
             logits={s: pos for s, (pos, _) in snapshot.logits.items()},
             draws=snapshot.draws,
             policy=snapshot.policy,
+            policies=snapshot.policies,
             select=snapshot.select,
             in_blocks=snapshot.in_blocks,
             meta=next(left),
@@ -94,6 +95,18 @@ def manifest(
             f"{manifests.MAX_BYTES:,} at most can be read; save fewer sequences"
         )
     return data
+
+
+@contextlib.contextmanager
+def refused_as_unreadable(path: Path) -> Iterator[None]:
+    """Turns what a reader says of a session that was just written into a SaveError."""
+    try:
+        yield
+    except BadSession as error:
+        why = str(error).removesuffix(f"; {DAMAGED}")
+        raise SaveError(
+            f"{path}: what was to be saved cannot be read again: {why}; what was there stays"
+        ) from error
 
 
 def blob_names(found: Manifest) -> list[str]:
@@ -147,6 +160,7 @@ def from_tensors(
         logits={s: (pos, _logits(meta, s, found)) for s, pos in found.logits.items()},
         draws=found.draws,
         policy=found.policy,
+        policies=found.policies,
         select=found.select,
         checkpoints=tuple(
             checkpoints.checkpoint_part(found, c, x, held)
@@ -206,7 +220,7 @@ def history_in(found: Manifest, meta: Tensors) -> TokenHistory:
         if n and not 0 <= x[1].min() <= x[1].max() < n_vocab:
             raise BadSession(
                 f"sequence {s} has tokens from {x[1].min()} to {x[1].max()}, the vocabulary has "
-                f"{n_vocab}; the session is damaged, save it again"
+                f"{n_vocab}; {DAMAGED}"
             )
         pieces[s] = (x,)
     return TokenHistory(pieces=pieces, n_marks=found.n_marks, exact=found.exact)
@@ -216,7 +230,12 @@ def _check_sequences(found: Manifest, held: TokenHistory) -> None:
     """Refuses what the manifest says of sequences that hold something else, or nothing."""
     ends = {s: int(x[0][0].max()) for s, x in held.pieces.items() if x[0].size}
     wrong = [s for s, n in found.exact.items() if n > found.n_tokens.get(s, -1)]
-    wrong += [s for said in (found.ga_i, found.draws) for s in said if s not in held.pieces]
+    wrong += [
+        s
+        for said in (found.ga_i, found.draws, found.policies)
+        for s in said
+        if s not in held.pieces
+    ]
     wrong += [s for s, pos in found.logits.items() if ends.get(s) != pos]
     newest: dict[int, int] = {}  # position of each state
     for s, states in (found.held or {}).items():
@@ -229,7 +248,7 @@ def _check_sequences(found: Manifest, held: TokenHistory) -> None:
     if wrong:
         raise BadSession(
             f"what is said of sequence {wrong[0]} (its newest position, states, logits or where "
-            "sampling stopped) contradicts its tokens; the session is damaged, save it again"
+            f"sampling stopped) contradicts its tokens; {DAMAGED}"
         )
 
 

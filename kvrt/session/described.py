@@ -16,7 +16,7 @@ from kvrt.config import (
     RopeSpec,
     SelfExtend,
 )
-from kvrt.errors import BadSession, UsageError
+from kvrt.errors import DAMAGED, BadSession, UsageError
 from kvrt.select_spec import Indexed
 from kvrt.session import kv_arrays
 from kvrt.session.fingerprint import Fingerprint
@@ -69,8 +69,8 @@ def check_values(name: str, value: Any) -> None:
             left += [(y, depth + 1) for y in inner]
         elif not _is_plain(x):
             raise BadSession(
-                f"{name} holds {ascii(x)[:40]}, short texts and finite numbers are wanted; the "
-                "session is damaged"
+                f"{name} holds {ascii(x)[:40]}, short texts and finite numbers are wanted; "
+                f"{DAMAGED}"
             )
 
 
@@ -217,4 +217,4 @@ def _check_whole(*values: Any) -> None:
 
 
 def _bad(what: str) -> BadSession:
-    return BadSession(f"the fingerprint does not tell {what}; the session is damaged")
+    return BadSession(f"the fingerprint does not tell {what}; {DAMAGED}")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from kvrt.config import MAX_SEQUENCES
-from kvrt.errors import BadConfig, BadSession
+from kvrt.errors import DAMAGED, BadConfig, BadSession
 from kvrt.kv_types import CODECS, FLOAT_DTYPES
 from kvrt.session import described, kv_arrays
 from kvrt.session.divided.division import pieces
@@ -132,7 +132,7 @@ def _rows(found: Fingerprint, group: int, n: int, n_parts: int = 1) -> dict[str,
         try:
             n_bytes, n_groups = coding.sizes(head_dim)
         except BadConfig as error:
-            raise BadSession(f"{error}; the session is damaged") from error
+            raise BadSession(f"{error}; {DAMAGED}") from error
         scales = ArraySpec(shape=(*shape, n_groups), dtype=FLOAT_DTYPES[coding.scale])
         out[side] = ArraySpec(shape=(*shape, n_bytes), dtype=np.dtype(data_dtype(coding)).name)
         out[f"{side}.scale"] = scales
@@ -167,4 +167,4 @@ def _check_bytes(name: str, blob: Blob, least: int, most: int, n_arrays: int) ->
 
 
 def _bad(what: str) -> BadSession:
-    return BadSession(f"the manifest names {what}; the file is damaged, save the session again")
+    return BadSession(f"the manifest names {what}; {DAMAGED}")

@@ -1,9 +1,11 @@
 """What two caches must share so that cached keys and values of one mean the same in the other.
 
-Everything that decides their values is in it: weights, architecture, tokenizer, RoPE, masks, and
-their dtypes. What does not is left out: n_ctx, block size, number of sequences. Every field is
-written, at its default or not, with the number of the schema: a default that changes later changes
-no file. `older_fingerprint` has the defaults of files without that number.
+Everything that decides their values is in it: weights, architecture, tokenizer, RoPE, masks, their
+dtypes, a policy by score. What does not is left out: n_ctx, block size, number of sequences.
+Sessions, libraries, chunks and tiers are told apart by it; tiers add how blocks lie in them. Every
+field is written, at its default or not, with the number of the schema: a default that changes
+later changes no file. `older_fingerprint` has the defaults of files without that number.
+`tests/test_every_field.py` goes through all fields of all configurations.
 """
 
 import dataclasses
@@ -12,20 +14,25 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
-from kvrt.errors import SessionMismatch
+from kvrt.errors import BadConfig, SessionMismatch
+from kvrt.files.class_source import class_identity
 from kvrt.session import kv_arrays
 from kvrt.session.older_fingerprint import SCHEMA
 
 if TYPE_CHECKING:
     from kvrt.attention.scored.layers import ScoredGroup
-    from kvrt.attention.scored.policy import ScoredPolicy
 
-# The type of the weights, for people and for whoever loads them. Their digest decides:
-# a file of an older version, without the name, stays what it is.
-WEIGHT_TYPE = "weight_type"
+# The model's name and the type of its weights, for people and for loading it again. The digest of
+# the weights decides: a file of an older version, without them, stays valid.
+NAME, WEIGHT_TYPE = "name", "weight_type"
 # Differences that a restore may bridge by converting the cached keys and values.
 _TYPES = ("type_k", "type_v", "hadamard")
+
+# Written where they say something alone: sessions of before know nothing of them.
+_LATER_OF_POLICIES = ("head_share", "n_read", "refresh_every")
 
 Fingerprint = Mapping[str, Any]  # of JSON values
 
@@ -46,8 +53,8 @@ def describe(
       config: of the cache.
       n_vocab: width of the logits.
       weights: digest of the parameters.
-      identity: what else tells a model from others: its architecture, its tokenizer's digest, the
-        `WEIGHT_TYPE` of its weights.
+      identity: what else tells a model from others: its architecture, its tokenizer's digest; and
+        its `NAME` and the `WEIGHT_TYPE` of its weights, which decide nothing.
     """
     return {
         "schema": SCHEMA,
@@ -68,13 +75,14 @@ def with_scored(
         return found
     said = [
         {
-            "policy": _policy(x.slots[0].policy),
+            "policy": named_policy(policy, _said(policy, _LATER_OF_POLICIES)),
             "group": _group(x.group, config),
             "slots": [
                 {"budget": s.budget, "type_k": s.type_k, "type_v": s.type_v} for s in x.slots
             ],
         }
         for x in scored
+        for policy in [x.slots[0].policy]
     ]
     return {**found, "scored": said}
 
@@ -94,14 +102,21 @@ def plain(spec: Any, *, omit_defaults: bool = False) -> Any:
         return {str(k): plain(v, omit_defaults=omit_defaults) for k, v in spec.items()}
     if isinstance(spec, (list, tuple)):
         return [plain(x, omit_defaults=omit_defaults) for x in spec]
-    return spec
+    if isinstance(spec, np.generic):
+        return spec.item()
+    if spec is None or isinstance(spec, str | int | float):
+        return spec
+    raise BadConfig(
+        f"a field has the value {ascii(spec)[:60]}, and sessions tell settings apart by their "
+        "JSON; use numbers, texts, None, or tuples of them"
+    )
 
 
 def digest(fingerprint: Fingerprint) -> str:
     """sha256 of the fingerprint, hexadecimal: one name for all that it says and that decides."""
     model = fingerprint.get("model")
     if isinstance(model, Mapping):
-        decides = {k: v for k, v in model.items() if k != WEIGHT_TYPE}
+        decides = {k: v for k, v in model.items() if k not in (NAME, WEIGHT_TYPE)}
         fingerprint = {**fingerprint, "model": decides}
     return hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()
 
@@ -111,6 +126,7 @@ def differences(found: Fingerprint, wanted: Fingerprint) -> dict[str, tuple[Any,
     a, b = dict(_flat("", found)), dict(_flat("", wanted))
     names = [*a, *(name for name in b if name not in a)]
     out = {n: (a.get(n), b.get(n)) for n in names if a.get(n) != b.get(n)}
+    out.pop(f"model.{NAME}", None)
     named = f"model.{WEIGHT_TYPE}"
     if None in out.get(named, ()):
         del out[named]
@@ -134,6 +150,11 @@ def check_match(found: Fingerprint, wanted: Fingerprint, *, convert: bool) -> No
     more = f", and {len(other) - 1} more differ" if len(other) > 1 else ""
     if set(other) <= set(_TYPES):
         remedy = f"use {name} {_short(a)}, or convert the session"
+    elif name.startswith("scored") and ".policy.class." in name:
+        remedy = (
+            "use the class that kept its tokens: one of another module, version or source is "
+            "another policy, and older sessions do not say which they had"
+        )
     elif name == f"model.{WEIGHT_TYPE}":
         remedy = f"load the model with {_short(a)} weights"
     elif set(other) == {"model.weights"} and WEIGHT_TYPE not in found["model"]:
@@ -141,11 +162,22 @@ def check_match(found: Fingerprint, wanted: Fingerprint, *, convert: bool) -> No
             "use the model that it was made with; an older session does not name the dtype of its "
             "weights, which may have been bf16 or f16"
         )
+    elif (there := named_model(found)) and there != (here := named_model(wanted)):
+        raise SessionMismatch(
+            f"the session was made with the model {there}, this is {here or 'one without a name'} "
+            f"({name} differs{more}); use that model (-m)"
+        )
     else:
-        remedy = "use the model and the settings that it was made with"
+        remedy = "use the model (-m) and the settings that it was made with"
     raise SessionMismatch(
         f"{name} is {_short(a)} in the session and {_short(b)} here{more}; {remedy}"
     )
+
+
+def named_model(fingerprint: Fingerprint) -> str:
+    """The name of the model that a session was made with; "" in older ones."""
+    model = fingerprint.get("model")
+    return str(model.get(NAME, "")) if isinstance(model, Mapping) else ""
 
 
 def _said(spec: Any, later: Sequence[str]) -> dict[str, Any]:
@@ -160,17 +192,16 @@ def _said(spec: Any, later: Sequence[str]) -> dict[str, Any]:
     return out
 
 
-def _policy(policy: "ScoredPolicy") -> dict[str, Any]:
-    said = _said(policy, ("head_share", "n_read", "refresh_every"))
-    return {"name": type(policy).__name__, **said}
+def named_policy(policy: object, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A policy by its name and fields, and what tells a class of one's own from others."""
+    own = class_identity(type(policy))
+    return {"name": type(policy).__name__, **fields, **({"class": own} if own else {})}
 
 
 def _group(group: GroupSpec, config: CacheConfig) -> dict[str, Any]:
     out = _said(group, ("kv_of", "latent_rank", "indexed"))
     if group.rope is not None:
-        # These rules choose their frequencies by the size of the context.
-        by_length = group.rope.scaling in ("dynamic_ntk", "longrope")
-        out["rope"]["n_ctx"] = config.n_ctx if by_length else None
+        out["rope"]["n_ctx"] = config.n_ctx if group.rope.by_length else None
     return out
 
 

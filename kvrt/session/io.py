@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
-from kvrt.errors import SaveError
+from kvrt.errors import BadSession, SaveError
 from kvrt.session.divided.blocks import divided_groups
 from kvrt.session.kv_file import file as kv_file
 from kvrt.session.kv_file.blobs import Tensors
@@ -86,8 +86,7 @@ def open_session(path: str | Path, *, is_use: bool = True) -> OpenedSession:
     Raises:
       BadSession: it is damaged, or no session.
     """
-    path = Path(path)
-    return folder.open_session(path) if path.is_dir() else kv_file.open_session(path, is_use=is_use)
+    return _module(Path(path)).open_session(Path(path), is_use=is_use)
 
 
 def read(session: str | Path | OpenedSession) -> Snapshot:
@@ -126,10 +125,16 @@ def read_cells(path: str | Path, *, is_use: bool = True) -> tuple[Manifest, Tens
     Raises:
       BadSession: it is damaged, or no session.
     """
-    path = Path(path)
-    if path.is_dir():
-        return folder.read_cells(path)
-    return kv_file.read_cells(path, is_use=is_use)
+    return _module(Path(path)).read_cells(Path(path), is_use=is_use)
+
+
+def read_parts(path: Path) -> tuple[Manifest, list[Tensors | BadSession]]:
+    """The manifest of a damaged session, and each blob, or what is wrong with it.
+
+    Raises:
+      BadSession: the manifest is damaged, so that nothing is proven.
+    """
+    return _module(path).read_parts(path)
 
 
 def container_at(path: Path) -> Container:

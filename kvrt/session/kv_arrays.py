@@ -12,7 +12,7 @@ import numpy as np
 
 from kvrt.arrays import AnyArray
 from kvrt.config import CacheConfig
-from kvrt.errors import BadSession
+from kvrt.errors import DAMAGED, BadSession
 from kvrt.kv_types import CODECS, FLOAT_DTYPES, KVDtype, portable_dtypes
 from kvrt.store import hadamard_size
 from kvrt.store.quantized import AnyKVArray, Quantized, each
@@ -61,8 +61,7 @@ def kinds(found: Fingerprint, group: int) -> tuple[KVKind, KVKind]:
         )
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise BadSession(
-            f"the fingerprint does not tell the keys and values of group {group}; the session is "
-            "damaged"
+            f"the fingerprint does not tell the keys and values of group {group}; {DAMAGED}"
         ) from error
     k, v = (KVKind(type=cast(KVDtype, t), n_hadamard=n) for t, n in zip(types, sizes, strict=True))
     return k, v
@@ -140,7 +139,5 @@ def array(tensors: Tensors, name: str, shape: tuple[int | None, ...], dtype: str
     fits = all(w in (None, n) for n, w in zip(sizes, shape, strict=True))
     if x is None or x.dtype != dtype or not fits:
         what = "missing" if x is None else f"{x.dtype.name}{list(x.shape)}"
-        raise BadSession(
-            f"tensor {name!r} is {what}, {dtype}{list(shape)} is wanted; the session is damaged"
-        )
+        raise BadSession(f"tensor {name!r} is {what}, {dtype}{list(shape)} is wanted; {DAMAGED}")
     return x

@@ -13,7 +13,7 @@ from typing import Any
 from kvrt.cellcache.saved import KeptStates
 from kvrt.cellcache.window import Intervals, union
 from kvrt.config import MAX_POS, MAX_SEQUENCES
-from kvrt.errors import BadSession
+from kvrt.errors import DAMAGED, BadSession
 from kvrt.session import described
 from kvrt.session.divided import division
 from kvrt.session.divided.division import Division
@@ -98,6 +98,7 @@ class Manifest:
       checkpoints: context checkpoints; a session without any does not name them.
       in_blocks: sequences that lie in blocks; likewise.
       select: sparse reads, see `Snapshot`; likewise.
+      policies: policies by position, by sequence; likewise.
     """
 
     version: str
@@ -116,6 +117,7 @@ class Manifest:
     checkpoints: tuple[CheckpointEntry, ...] = ()
     in_blocks: tuple[int, ...] = ()
     select: Mapping[str, Any] | None = None
+    policies: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
     @property
     def blobs(self) -> tuple[Blob, ...]:
@@ -128,7 +130,7 @@ class Manifest:
 def to_json(manifest: Manifest) -> bytes:
     """The manifest in bytes."""
     said = dataclasses.asdict(manifest)
-    for name in ("checkpoints", "in_blocks", "select"):
+    for name in ("checkpoints", "in_blocks", "select", "policies"):
         if not said[name]:
             del said[name]
     for group in said["groups"]:
@@ -146,7 +148,7 @@ def from_json(data: bytes) -> Manifest:
     try:
         top = _Fields(json.loads(data, parse_constant=_refuse_constant), "manifest")
     except (ValueError, RecursionError) as error:
-        raise BadSession(f"the manifest is no JSON: {_line(error)}; the file is damaged") from error
+        raise BadSession(f"the manifest is no JSON: {_line(error)}; {DAMAGED}") from error
     groups = tuple(map(_group, top.items("groups", MAX_GROUPS)))
     held = top.values.get("held")
     return Manifest(
@@ -166,6 +168,7 @@ def from_json(data: bytes) -> Manifest:
         checkpoints=_checkpoints(top),
         in_blocks=_in_blocks(top),
         select=None if top.values.get("select") is None else top.plain("select"),
+        policies=top.by_seq("policies", _settings) if "policies" in top.values else {},
     )
 
 
@@ -319,9 +322,16 @@ def _draw(name: str, value: Any) -> SamplingState:
         raise _bad(f"{name}.sampling", sampling, "numbers")
     return SamplingState(
         token=None if token is None else x.whole("token", MAX_POS),
-        n_drawn=x.whole("n_drawn", MAX_POS),
+        n_drawn=x.whole("n_drawn"),
         sampling=sampling,
     )
+
+
+def _settings(name: str, value: Any) -> dict[str, Any]:
+    described.check_values(name, value)
+    if not isinstance(value, dict):
+        raise _bad(name, value, "an object")
+    return value
 
 
 def _list(name: str, value: Any, most: int) -> list:
@@ -339,7 +349,7 @@ def _whole(name: str, value: Any, most: int = MAX_POS) -> int:
 def _bad(name: str, value: Any, wanted: str) -> BadSession:
     found = repr(value)
     found = found if len(found) <= 60 else found[:57] + "..."
-    return BadSession(f"{name} is {found}, {wanted} is wanted; the file is damaged")
+    return BadSession(f"{name} is {found}, {wanted} is wanted; {DAMAGED}")
 
 
 def _refuse_constant(name: str) -> None:

@@ -1,13 +1,16 @@
 """Fingerprints without a schema number, as kvrt wrote them up to version 0.1.0.
 
-They left out every field that was at its default. What those defaults were stands here and never
-changes, whatever `kvrt.config` says today: an old file goes on meaning what it meant.
+Those of sessions left out every field that was at its default. What those defaults were stands here
+and never changes, whatever `kvrt.config` says today: an old file goes on meaning what it meant.
+Those of tiers were a text.
 """
 
+import dataclasses
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvrt.config import CacheConfig, GroupSpec
 from kvrt.errors import BadSession
 
 SCHEMA = 1  # of the fingerprints that are written today: all fields
@@ -44,6 +47,10 @@ _TOP: Fields = types.MappingProxyType(
     {"recurrent": None, "rope": "write", "hadamard": False, "self_extend": None}
 )
 
+_WRITTEN: Mapping[str, Fields] = types.MappingProxyType(
+    {"RopeSpec": _ROPE, "MaskSpec": _MASK, "GroupSpec": _GROUP, "SelfExtend": _SELF_EXTEND}
+)
+
 
 def completed(found: Fields) -> dict[str, Any]:
     """A fingerprint from a file with every field of today's schema.
@@ -68,6 +75,33 @@ def completed(found: Fields) -> dict[str, Any]:
     if isinstance(out["self_extend"], Mapping):
         out["self_extend"] = _filled(out["self_extend"], _SELF_EXTEND)
     return {"schema": SCHEMA, **out}
+
+
+def of_tier(weights: str, config: CacheConfig, groups: Sequence[GroupSpec]) -> str:
+    """What a tier's file of before said of its blocks, a text that was Python's own of a config."""
+    said = (config.type_k, config.type_v, config.hadamard)
+    said += (config.rope, config.block_size, config.n_ctx)
+    if config.self_extend is not None:
+        said += (config.self_extend,)
+    return f"{weights} {_as_text(said)} {_as_text(tuple(groups))}"
+
+
+def _as_text(value: Any) -> str:
+    """Python's text of a value; of a configuration with the fields that were written then.
+
+    A later field stands in it where it is not at its default, so that no file of before has it.
+    """
+    if isinstance(value, tuple):
+        inner = ", ".join(map(_as_text, value))
+        return f"({inner},)" if len(value) == 1 else f"({inner})"
+    if not dataclasses.is_dataclass(value):
+        return repr(value)
+    name, fields = type(value).__name__, []
+    for f in dataclasses.fields(value):
+        x = getattr(value, f.name)
+        if f.default is dataclasses.MISSING or f.name in _WRITTEN.get(name, ()) or x != f.default:
+            fields.append(f"{f.name}={_as_text(x)}")
+    return f"{name}({', '.join(fields)})"
 
 
 def _group(found: Any) -> Any:

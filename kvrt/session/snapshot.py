@@ -103,6 +103,7 @@ class Snapshot:
       draws: by sequence, where sampling was left.
       policy: what made room, by its name and settings; for whoever asks, since a policy holds no
         state and decides no value.
+      policies: by sequence the policy by position that made room, by its name and settings.
       select: sparse reads by which tokens that are not exact may have been computed, by name and
         settings; None where all were computed by reads of everything before them.
       checkpoints: context checkpoints of the sequences.
@@ -117,6 +118,7 @@ class Snapshot:
     logits: Mapping[int, tuple[int, Float[AnyArray, " V"]]]
     draws: Mapping[int, SamplingState] = dataclasses.field(default_factory=dict)
     policy: Mapping[str, Any] | None = None
+    policies: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     select: Mapping[str, Any] | None = None
     checkpoints: tuple[CheckpointPart, ...] = ()
     in_blocks: tuple[int, ...] = ()

@@ -35,6 +35,7 @@ from kvrt.store.codec import (
 
 # Dtype of keys in the tail, and of those that are taken out.
 TAIL_DTYPE = "float16"
+_MAX_WRITTEN = 2**31 - 1
 
 
 @state
@@ -48,7 +49,7 @@ class PerChannel:
       quantized: of all groups.
       tail: keys, by place.
       group: by place, the group of cells; -1 is none.
-      written: by place, the order of last writes.
+      written: by place, the order of last writes; 0 in an empty place.
       run: cells that are quantized when the last of them is written; 0 quantizes a group when
         another one needs its place.
     """
@@ -272,13 +273,27 @@ def placed(cached: PerChannel, group: Array) -> tuple[PerChannel, Array]:
     old, keys = jnp.asarray(cached.group)[at], jnp.asarray(cached.tail)[at]
     cached = _quantize(cached, old, keys, (old >= 0) & ~held)
     keys = jnp.where(held, keys, _dequantized(cached, group))
-    newest = jnp.max(cached.written) + 1
     return dataclasses.replace(
         cached,
         tail=lax.dynamic_update_index_in_dim(cached.tail, keys, at, 0),
         group=jnp.asarray(cached.group).at[at].set(group),
-        written=jnp.asarray(cached.written).at[at].set(newest),
+        written=written_last(cached, at),
     ), at
+
+
+def written_last(cached: PerChannel, at: Array) -> Int32[Array, " P"]:
+    """The order of writes once place `at` was written; a place beyond the last changes nothing.
+
+    Before int32 runs out, after 2^31 writes, places are numbered anew in their order.
+    """
+    old = jnp.asarray(cached.written)
+
+    def ranks() -> Array:
+        no_later = (old[None] > 0) & (old[None] <= old[:, None])
+        return jnp.sum(no_later, axis=1, dtype=jnp.int32)
+
+    old = lax.cond(jnp.max(old) == _MAX_WRITTEN, ranks, lambda: old)
+    return old.at[at].set(jnp.max(old) + 1, mode="drop")
 
 
 def without_places(cached: PerChannel, gone: Bool[AnyArray, " P"]) -> PerChannel:

@@ -24,6 +24,7 @@ def render_template(
     bos: str,
     eos: str,
     add_generation_prompt: bool = True,
+    now: str | None = None,
 ) -> str:
     """The prompt that a template makes of messages.
 
@@ -33,6 +34,7 @@ def render_template(
       bos: text of the bos token, "" if there is none.
       eos: text of the eos token, "" if there is none.
       add_generation_prompt: end with what begins the assistant's turn.
+      now: time in ISO format that the template writes as today's; the clock's by default.
 
     Returns:
       The text, to be encoded with parse_special=True; a template that writes bos itself wants
@@ -50,7 +52,7 @@ def render_template(
         "add_generation_prompt": add_generation_prompt,
     }
     try:
-        request = json.dumps({"template": template, "values": values})
+        request = json.dumps({"template": template, "values": values, "now": now})
     except (TypeError, ValueError) as error:
         raise UsageError(f"a chat message is not plain data: {error}; use text") from error
     answer = _ask(request)

@@ -7,9 +7,13 @@ doubles forty times aborts the process) nor the time of one step, so `bounded.py
 
 import datetime
 import json
+import re
 import sys
+from collections.abc import Iterable
 from typing import Any
 
+# Marks an answer for training; its variables are its own, and it prints what is in it.
+GENERATION = re.compile(r"({%[-+]?\s*(?:end)?)generation(\s*[-+]?%})")
 FUEL = 1_000_000
 OUTPUT_CHARS = 1 << 24
 
@@ -24,18 +28,25 @@ def main() -> None:
 def _answer(request: dict[str, Any]) -> dict[str, str]:
     import minijinja
 
+    at = request.get("now")
+    now = datetime.datetime.fromisoformat(at) if at else datetime.datetime.now()
     environment = minijinja.Environment(
         fuel=FUEL,
         trim_blocks=True,
         lstrip_blocks=True,
         filters={"tojson": _tojson},
-        globals={"raise_exception": _raise_exception, "strftime_now": _strftime_now},
+        tests={"iterable": _is_iterable},
+        globals={"raise_exception": _raise_exception, "strftime_now": now.strftime},
     )
     # A message is text, not HTML; and no debug output, which would quote the template.
     environment.auto_escape_callback = lambda name: False
     environment.debug = False
+    template = GENERATION.sub(r"\1with\2", request["template"])
+    # What Hugging Face's renderer always defines, and what FireFunction's template wants without.
+    day = now.strftime("%b %d %Y")
+    values = {"tools": None, "documents": None, "functions": "", "datetime": day}
     try:
-        text = environment.render_str(request["template"], "chat_template", **request["values"])
+        text = environment.render_str(template, "chat_template", **values | request["values"])
     except (minijinja.TemplateError, ValueError, TypeError, MemoryError) as error:
         return {"error": " ".join(str(error).split())[:300] or type(error).__name__}
     if len(text) > OUTPUT_CHARS:
@@ -47,8 +58,9 @@ def _raise_exception(message: str) -> None:
     raise ValueError(message)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
+def _is_iterable(value: Any) -> bool:
+    """As in Jinja, where none is not."""
+    return isinstance(value, (str, Iterable))
 
 
 def _tojson(value: Any, indent: int | None = None, **options: Any) -> str:

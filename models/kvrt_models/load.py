@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 
 from kvrt.errors import BadModelFile, UnsupportedModel
+from kvrt.exclusive import start_jax
 from kvrt_models import hub
 from kvrt_models.decoder import Decoder
 from kvrt_models.gguf import file as gguf
@@ -72,7 +73,7 @@ class Model:
     @property
     def identity(self) -> dict[str, str]:
         """What identifies it beside its weights and sizes, for `kvrt.Runtime`."""
-        return identity(self.spec, self.tokenizer.digest, self.dtype)
+        return identity(self.spec, self.tokenizer.digest, self.dtype, self.name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,7 +102,7 @@ class Opened:
     @property
     def identity(self) -> dict[str, str]:
         """What identifies it beside its weights and sizes, for `kvrt.Runtime`."""
-        return identity(self.spec, self.tokenizer.digest, self.dtype)
+        return identity(self.spec, self.tokenizer.digest, self.dtype, self.name)
 
     def wait(self, progress: Callable[[int, int], None] | None = None) -> Model:
         """The model, once its weights are there.
@@ -155,15 +156,25 @@ class Described:
         return shapes.widened_bytes(self.weights)
 
 
-def load(name_or_path: str | Path, *, dtype: WeightChoice = "f32", progress: bool = True) -> Model:
-    """Loads a model; see `open_model`."""
+def load(name_or_path: str | Path, *, dtype: WeightChoice = "auto", progress: bool = True) -> Model:
+    """Loads a model as the command does, with int8 weights on CPU and bf16 on GPU and TPU.
+
+    Args:
+      name_or_path: a `.gguf` file, a folder with Hugging Face safetensors, or a known name, which
+        is fetched once.
+      dtype: of the matrices; "f32" computes with the numbers of the file.
+      progress: shows a bar on a terminal while fetching.
+
+    Raises:
+      KvrtError: as `open_model`.
+    """
     return open_model(name_or_path, dtype=dtype, progress=progress).wait()
 
 
 def open_model(
     name_or_path: str | Path,
     *,
-    dtype: WeightChoice = "f32",
+    dtype: WeightChoice = "auto",
     progress: bool = True,
     on_host: bool = False,
     watch: Watch | None = None,
@@ -185,14 +196,12 @@ def open_model(
       BadModelFile: a file is damaged or incomplete.
       UnsupportedModel: an architecture, tensor type or tokenizer that kvrt does not know.
       FetchError: a known name could not be fetched.
+      UsageError: this process was forked from one where kvrt had started JAX.
     """
+    start_jax("load")
     path = hub.resolve(name_or_path, progress=progress)
     name, source, text = _folder(path) if path.is_dir() else _gguf(path)
-    if text.n_vocab > source.spec.n_vocab:
-        raise BadModelFile(
-            f"the tokenizer has {text.n_vocab} tokens, the embedding {source.spec.n_vocab} "
-            "rows; they belong to different models"
-        )
+    text = text.for_embedding(source.spec.n_vocab)
     watch = watch or Watch(tell=lambda line: warnings.warn(line, stacklevel=3))
     for line in source.notes:
         watch.tell(f"{name}: {line}")
@@ -216,7 +225,7 @@ def open_tokenizer(name_or_path: str | Path, *, progress: bool = True) -> tokeni
 
 
 def describe_model(
-    name_or_path: str | Path, *, dtype: WeightChoice = "f32", progress: bool = True
+    name_or_path: str | Path, *, dtype: WeightChoice = "auto", progress: bool = True
 ) -> Described:
     """Reads a model's description; no weight is read.
 

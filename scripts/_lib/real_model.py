@@ -45,14 +45,16 @@ def run(asked: Compared) -> None:
       FetchError: the model is not there and cannot be fetched.
     """
     # Warmth of the machine matters more than order: runs are interleaved, medians are compared.
-    decoder = load(_MODEL).decoder
-    beside_peer("f32", Runtime(decoder, CacheConfig(n_ctx=1024)), asked)
+    decoder = load(_MODEL, dtype="f32").decoder
+    beside_peer("f32", Runtime(decoder, CacheConfig(n_ctx=1024, type_k="f32", type_v="f32")), asked)
     if asked.long:
         long_context(decoder, asked.n_rounds)
         large_cache(decoder, asked.n_rounds)
     if asked.bf16:
         decoder = load(_MODEL, dtype="bf16").decoder
-        beside_peer("bf16", Runtime(decoder, CacheConfig(n_ctx=1024)), asked)
+        beside_peer(
+            "bf16", Runtime(decoder, CacheConfig(n_ctx=1024, type_k="f32", type_v="f32")), asked
+        )
 
 
 def peers(dtype: str) -> dict[str, tuple[Path, bool]]:
@@ -97,7 +99,7 @@ def beside_peer(dtype: str, runtime: Runtime, asked: Compared) -> None:
 
 def long_context(decoder, n_rounds: int) -> None:
     """The same cache of 8,192 cells with 250 and with 8,000 tokens."""
-    runtime = Runtime(decoder, CacheConfig(n_ctx=8192))
+    runtime = Runtime(decoder, CacheConfig(n_ctx=8192, type_k="f32", type_v="f32"))
     samples: dict[int, list[float]] = {250: [], 8000: []}
     for _ in range(n_rounds):
         for n, seconds in samples.items():
@@ -111,7 +113,9 @@ def long_context(decoder, n_rounds: int) -> None:
 def large_cache(decoder, n_rounds: int) -> None:
     """250 tokens in caches of 512 and of 32,768 cells."""
     samples: dict[int, list[float]] = {512: [], 32768: []}
-    runtimes = {n: Runtime(decoder, CacheConfig(n_ctx=n)) for n in samples}
+    runtimes = {
+        n: Runtime(decoder, CacheConfig(n_ctx=n, type_k="f32", type_v="f32")) for n in samples
+    }
     for _ in range(2 * n_rounds):
         for n, runtime in runtimes.items():
             measure.fill(runtime, 250)

@@ -7,7 +7,6 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from kvrt.config import GroupSpec, MaskSpec, RopeSpec
 from kvrt_models import spec
@@ -178,9 +177,11 @@ def matrix_sizes(of: DecoderSpec) -> int:
     return sum(math.prod(x) for n, x in shapes.items() if len(x) > 1 and n not in tables)
 
 
-def decoder(name: str) -> nnx.Module:
+def decoder(name: str) -> Decoder:
     """A known model, fetched where it is not there; "toy" is the shape of that name."""
-    return random_decoder(SHAPES["toy"], "f32") if name == "toy" else load(name).decoder
+    return (
+        random_decoder(SHAPES["toy"], "f32") if name == "toy" else load(name, dtype="f32").decoder
+    )
 
 
 def random_decoder(of: DecoderSpec, dtype: WeightType) -> Decoder:

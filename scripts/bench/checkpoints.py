@@ -73,7 +73,9 @@ def main(argv: Sequence[str]) -> None:
     n = _N_TOKENS.value
     interval = -(-n // _N_KEPT.value)
     model = hybrid()
-    config = CacheConfig(n_ctx=n + 512, n_ubatch=interval, n_checkpoints=_N_KEPT.value)
+    config = CacheConfig(
+        n_ctx=n + 512, n_ubatch=interval, n_checkpoints=_N_KEPT.value, type_k="f32", type_v="f32"
+    )
     at = Runtime(model, config)
     rng = np.random.default_rng(_SEED)
     old = rng.integers(0, 10_000, n).tolist()

@@ -7,6 +7,7 @@ Sides that are compared run in turn, interleaved in one process. The model is th
 float32; host work and fragmentation take a model that costs nothing.
 """
 
+import functools
 import time
 from collections.abc import Sequence
 
@@ -15,7 +16,7 @@ import numpy as np
 from absl import app, flags
 from flax import nnx
 
-from kvrt import CacheConfig, Engine, GroupSpec, Request, RopeSpec, Rules
+from kvrt import CacheConfig, Decoder, Engine, GroupSpec, Request, RopeSpec, Rules
 from kvrt.arrays import Array
 from kvrt.config import SelfExtend
 from kvrt.policies import AttentionSinks, ContextShift, Policy
@@ -23,6 +24,9 @@ from kvrt.program.batch import Batch
 from kvrt.program.sample import Sampler
 from kvrt.serving.config import EngineConfig, Mode
 from scripts._lib import measure, shapes
+
+# Comparable with earlier figures; the default is half precision.
+_config = functools.partial(CacheConfig, type_k="f32", type_v="f32")
 
 _KINDS = ["throughput", "prefix", "policy", "drop", "host", "ahead", "waste"]
 _N_ROUNDS = flags.DEFINE_integer("rounds", 3, "Runs of each side.", lower_bound=1)
@@ -37,7 +41,7 @@ _N_SEQ = 16
 _N_TOKENS = 256  # token ids that requests are made of; every vocabulary has them
 
 
-def _decoder() -> nnx.Module:
+def _decoder() -> Decoder:
     return shapes.decoder(_MODEL.value)
 
 
@@ -123,11 +127,11 @@ def throughput() -> None:
     _emit_throughput(seconds, shares)
 
 
-def _sides(decoder: nnx.Module) -> dict[str, Engine]:
+def _sides(decoder: Decoder) -> dict[str, Engine]:
     """Engines of the same model, by name."""
 
     def engine(n_seq: int, mode: Mode, block_size: int, *, caching: bool = True) -> Engine:
-        config = CacheConfig(n_ctx=8192, n_seq_max=n_seq, block_size=block_size)
+        config = _config(n_ctx=8192, n_seq_max=n_seq, block_size=block_size)
         return Engine(decoder, config, EngineConfig(mode=mode, prefix_cache=caching))
 
     sides = {
@@ -166,7 +170,7 @@ def prefix() -> None:
     They come one after another, when the first one's blocks are all there, and at once, when the
     later ones find what is there by the time they are admitted; `by_prefix` lets them wait for it.
     """
-    config, decoder = CacheConfig(n_ctx=8192, n_seq_max=4, block_size=16), _decoder()
+    config, decoder = _config(n_ctx=8192, n_seq_max=4, block_size=16), _decoder()
     rules = Rules(n_batch=config.n_ubatch, by_prefix=True)
     sides = {
         "prefix cache": Engine(decoder, config),
@@ -260,7 +264,7 @@ def _decoding(
 ) -> Engine:
     """An engine with 256 requests that decode."""
     n, block_size = 256, 16 if mode == "paged" else 256
-    config = CacheConfig(n_ctx=n * 256, n_seq_max=n, block_size=block_size, n_ubatch=512)
+    config = _config(n_ctx=n * 256, n_seq_max=n, block_size=block_size, n_ubatch=512)
     rules = Rules(n_batch=512, n_ctx_seq=1024 if policy is None or mode == "paged" else 256)
     options = EngineConfig(mode=mode, rules=rules, prefix_cache=caching, run_ahead=run_ahead)
     engine = Engine(Nothing(), config, options, policy=policy)
@@ -291,7 +295,7 @@ def waste() -> None:
 
     Blocks are those that the pool says are held; no request shares any with another.
     """
-    config = CacheConfig(n_ctx=16_384, n_seq_max=32, block_size=16, n_ubatch=256)
+    config = _config(n_ctx=16_384, n_seq_max=32, block_size=16, n_ubatch=256)
     engine = Engine(Nothing(), config, EngineConfig(rules=Rules(n_batch=256), prefix_cache=False))
     rng = np.random.default_rng(0)
     for i in range(_N_REQUESTS.value):
@@ -347,11 +351,11 @@ def policy() -> None:
 
 
 def _outgrowing(
-    decoder: nnx.Module, mode: Mode, policy: Policy | None, extend: SelfExtend | None
+    decoder: Decoder, mode: Mode, policy: Policy | None, extend: SelfExtend | None
 ) -> Engine:
     """16 requests that decode and, with a policy or SelfExtend, will outgrow 400 tokens."""
     block = 16 if mode == "paged" else 256
-    config = CacheConfig(n_ctx=_N_SEQ * 512, n_seq_max=_N_SEQ, block_size=block, self_extend=extend)
+    config = _config(n_ctx=_N_SEQ * 512, n_seq_max=_N_SEQ, block_size=block, self_extend=extend)
     options = EngineConfig(mode=mode, rules=Rules(n_batch=config.n_ubatch, n_ctx_seq=400))
     engine = Engine(decoder, config, options, policy=policy)
     for i in range(_N_SEQ):
@@ -369,7 +373,7 @@ def drop() -> None:
     decoder = _decoder()
     for mode in ("paged", "cell"):
         block = 16 if mode == "paged" else 256
-        config = CacheConfig(n_ctx=2048, n_seq_max=2, block_size=block)
+        config = _config(n_ctx=2048, n_seq_max=2, block_size=block)
         options = EngineConfig(mode=mode, rules=Rules(n_batch=config.n_ubatch, n_ctx_seq=1024))
         engine = Engine(decoder, config, options, policy=ContextShift(n_keep=4, n_discard=128))
         tokens = tuple(i % _N_TOKENS for i in range(1000))

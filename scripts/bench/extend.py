@@ -18,11 +18,17 @@ _N_ROUNDS = flags.DEFINE_integer("rounds", 3, "Runs of each side.", lower_bound=
 _GA_N, _GA_W = 4, 1024
 
 KINDS = {
-    "write": CacheConfig(n_ctx=8192),
-    "read": CacheConfig(n_ctx=8192, rope="read"),
-    "cache": CacheConfig(n_ctx=8192, self_extend=SelfExtend(ga_n=_GA_N, ga_w=_GA_W)),
+    "write": CacheConfig(n_ctx=8192, type_k="f32", type_v="f32"),
+    "read": CacheConfig(n_ctx=8192, rope="read", type_k="f32", type_v="f32"),
+    "cache": CacheConfig(
+        n_ctx=8192, self_extend=SelfExtend(ga_n=_GA_N, ga_w=_GA_W), type_k="f32", type_v="f32"
+    ),
     "paper": CacheConfig(
-        n_ctx=8192, rope="read", self_extend=SelfExtend(ga_n=_GA_N, ga_w=_GA_W, kind="paper")
+        n_ctx=8192,
+        rope="read",
+        self_extend=SelfExtend(ga_n=_GA_N, ga_w=_GA_W, kind="paper"),
+        type_k="f32",
+        type_v="f32",
     ),
 }
 
@@ -30,7 +36,7 @@ KINDS = {
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    decoder = load("smollm2-135m").decoder
+    decoder = load("smollm2-135m", dtype="f32").decoder
     runtimes = {kind: Runtime(decoder, config) for kind, config in KINDS.items()}
     decode: dict[str, list[float]] = {kind: [] for kind in KINDS}
     prompt: dict[str, list[float]] = {kind: [] for kind in KINDS}

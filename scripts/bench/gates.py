@@ -20,9 +20,8 @@ from typing import Any
 
 import numpy as np
 from absl import app, flags
-from flax import nnx
 
-from kvrt import CacheConfig, Engine, Request, Runtime
+from kvrt import CacheConfig, Decoder, Engine, Request, Runtime
 from kvrt_models.load import load
 from scripts._lib import measure, peer
 
@@ -92,7 +91,7 @@ class Row:
 
 
 @functools.cache
-def _decoder(weights: str) -> nnx.Module:
+def _decoder(weights: str) -> Decoder:
     dtype: Any = weights
     return load(_MODEL.value, dtype=dtype).decoder
 

@@ -25,7 +25,7 @@ from scripts._lib import measure
 _N_STARTS = flags.DEFINE_integer("starts", 5, "Starts after the first.", lower_bound=1)
 _PHASES = flags.DEFINE_boolean("phases", False, "Time the phases of later starts, too.")
 
-_COMMAND = "from kvrt.cli.main import run; run()"
+_COMMAND = "from kvrt.__main__ import enter; enter()"
 _TIMED = "from scripts.bench.start_phases import run; run()"
 _ARGUMENTS = ["run", "-p", "Once upon a time", "-n", "2", "--temp", "0"]
 

@@ -191,7 +191,7 @@ def edits_of_cache(n_ctx: int) -> None:
         "seq_div": edits.Divide(seq_id=0, p0=100, d=2),
     }
     for n_used in (half, n_ctx):
-        host = HostCells((_FULL,), None, CacheConfig(n_ctx=n_ctx))
+        host = HostCells((_FULL,), None, CacheConfig(n_ctx=n_ctx, type_k="f32", type_v="f32"))
         for first in range(0, n_used, 512):
             _step(host, first, 512)
         before = host.contents
@@ -214,7 +214,7 @@ def decode_plans(n_ctx: int) -> None:
     """What the host does for each decode step: cells, blocks, and the token's history."""
     kinds = {"full": (_FULL,), "window": (_WINDOW,), "both": (_FULL, _WINDOW)}
     for name, groups in kinds.items():
-        host = HostCells(groups, None, CacheConfig(n_ctx=n_ctx))
+        host = HostCells(groups, None, CacheConfig(n_ctx=n_ctx, type_k="f32", type_v="f32"))
         for first in range(0, n_ctx // 2, 512):
             _step(host, first, 512)
         steps = iter(range(n_ctx // 2, n_ctx))

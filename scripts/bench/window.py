@@ -18,7 +18,7 @@ import numpy as np
 from absl import app, flags
 from flax import nnx
 
-from kvrt import Attend, CacheConfig, GroupSpec, Runtime
+from kvrt import Attend, CacheConfig, Decoder, GroupSpec, Runtime
 from scripts._lib import measure, shapes
 
 _LENGTHS = flags.DEFINE_list("lengths", ["600", "8000"], "Tokens of context to compare.")
@@ -32,7 +32,7 @@ class Windows(nnx.Module):
 
     recurrent = None
 
-    def __init__(self, decoder: nnx.Module):
+    def __init__(self, decoder: Decoder):
         """Takes the weights of a decoder with one kind of window."""
         self.decoder = decoder
         groups: tuple[GroupSpec, ...] = decoder.groups  # pyright: ignore[reportAttributeAccessIssue]
@@ -63,10 +63,10 @@ def main(argv: Sequence[str]) -> None:
     long_text(Windows(decoder))
 
 
-def decode(decoder: nnx.Module) -> None:
+def decode(decoder: Decoder) -> None:
     """Decode steps at each length; interleaved."""
     lengths = [int(n) for n in _LENGTHS.value]
-    config = CacheConfig(n_ctx=max(lengths) + 256)
+    config = CacheConfig(n_ctx=max(lengths) + 256, type_k="f32", type_v="f32")
     runtimes = {"model": Runtime(decoder, config), "windows": Runtime(Windows(decoder), config)}
     samples = {(kind, n): [] for kind in runtimes for n in lengths}
     for _ in range(_N_ROUNDS.value):
@@ -84,9 +84,9 @@ def decode(decoder: nnx.Module) -> None:
     measure.emit("window_decode", **figures)
 
 
-def long_text(model: nnx.Module) -> None:
+def long_text(model: Decoder) -> None:
     """A text of any length in the cells of one window; memory before and after most of it."""
-    runtime = Runtime(model, CacheConfig(n_ctx=4096))
+    runtime = Runtime(model, CacheConfig(n_ctx=4096, type_k="f32", type_v="f32"))
     tokens = np.random.default_rng(0).integers(0, runtime.n_vocab, _N_LONG.value).tolist()
     runtime.append(tokens[:2048])
     first = _held(runtime)

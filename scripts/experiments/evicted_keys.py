@@ -4,7 +4,7 @@ Run it with `python -m scripts.experiments.evicted_keys`. Random keys of one lay
 full, each drop moves all later tokens down, and the K-shift that follows rounds their keys to their
 type again. One JSON line a type and size of a drop: the error of the keys held, relative to the
 keys, when they were written and after the tokens. A runtime with a policy never drops less than a
-quarter of the window at once where keys are quantized; here the drops are made by hand.
+quarter of the window at once unless keys are f32; here the drops are made by hand.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
     model = KeyTable()
     for kind in _TYPES.value:
         key_type = cast(KVDtype, kind)
-        config = CacheConfig(n_ctx=n, block_size=32, n_ubatch=64, type_k=key_type)
+        config = CacheConfig(n_ctx=n, block_size=32, n_ubatch=64, type_k=key_type, type_v="f32")
         for n_drop in _N_DROPS.value:
             runtime = Runtime(model, config)
             runtime.append(tokens[:n])

@@ -1,10 +1,10 @@
-"""What many evictions leave of the keys: rotated in place at each, or stored without a rotation.
+"""What evictions leave of the keys: rotated in place at each, or stored without a rotation.
 
 Run it with `python -m scripts.experiments.evictions`. Runtimes with attention sinks read the same
-text in turn. Their window is full, so that each chunk drops as many tokens as it has, and what
-stays moves down: with rope="write" by a rotation of the keys in their own dtype, with rope="read"
-by none. One JSON line a KV dtype, the two compared over all evictions and over the last tenth of
-them.
+text in turn. Once their window is full a quarter of it is dropped at a time, and what stays moves
+down: with rope="write" by a rotation of the keys in their own dtype, four times for a key that
+stays to the end of the window; with rope="read" by none. One JSON line a KV dtype, the two compared
+over all chunks behind the first window and over the last tenth of them.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known name, file or folde
 _TYPES = flags.DEFINE_multi_enum(
     "type", list(FLOAT_DTYPES), list(FLOAT_DTYPES), "KV dtype; repeat it."
 )
-_N_EVICTIONS = flags.DEFINE_integer("n_evictions", 200, "Chunks that drop.", lower_bound=10)
+_N_CHUNKS = flags.DEFINE_integer("n_chunks", 300, "Behind the window.", lower_bound=10)
 _CHUNK = flags.DEFINE_integer("chunk", 4, "Tokens of each.", lower_bound=1, upper_bound=512)
 _N_WINDOW = flags.DEFINE_integer("n_window", 1024, "Cells, sinks too.", lower_bound=1024)
 
@@ -54,12 +54,13 @@ class Differences:
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    model = load(_MODEL.value)
-    n_tokens = _N_WINDOW.value + _N_EVICTIONS.value * _CHUNK.value + 1
+    model = load(_MODEL.value, dtype="f32")
+    n_tokens = _N_WINDOW.value + _N_CHUNKS.value * _CHUNK.value + 1
     tokens = model.tokenizer.encode(texts.play("hamlet"))[:n_tokens]
     if len(tokens) < n_tokens:
         raise app.UsageError(f"{n_tokens} tokens are wanted, the text has {len(tokens)}")
-    policy = AttentionSinks(n_sink=N_SINK, n_window=_N_WINDOW.value - N_SINK)
+    n_window = _N_WINDOW.value - N_SINK
+    policy = AttentionSinks(n_sink=N_SINK, n_window=n_window, n_drop=-(-n_window // 4))
     for kind in _TYPES.value:
         rows = cast(KVDtype, kind)
         config = CacheConfig(n_ctx=_N_WINDOW.value, type_k=rows, type_v=rows)
@@ -69,7 +70,7 @@ def main(argv: Sequence[str]) -> None:
         found = compared(read, write, tokens)
         counts = {"n_evictions": write.stats().n_shift, "n_kshift": write.stats().n_kshift}
         told = {"model": _MODEL.value, "type": kind, "n_window": _N_WINDOW.value}
-        tenth = _CHUNK.value * max(_N_EVICTIONS.value // 10, 1)
+        tenth = _CHUNK.value * max(_N_CHUNKS.value // 10, 1)
         told |= {"chunk": _CHUNK.value, **counts, "all": figures(found)}
         measure.emit("evictions", **told, last_tenth=figures(found, tenth))
 

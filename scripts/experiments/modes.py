@@ -9,9 +9,7 @@ of exact positions, as a control.
 
 import dataclasses
 
-from flax import nnx
-
-from kvrt import AttentionSinks, CacheConfig, ContextShift, Runtime, SelfExtend
+from kvrt import AttentionSinks, CacheConfig, ContextShift, Decoder, Runtime, SelfExtend
 
 BOUNDED = ("shift", "sinks", "window", "recompute")
 EXTENDED = ("cache", "paper", "grouped")
@@ -39,7 +37,7 @@ class Sizes:
     ga_w: int = 1024
 
 
-def runtime_of(mode: str, decoder: nnx.Module, sizes: Sizes) -> Runtime:
+def runtime_of(mode: str, decoder: Decoder, sizes: Sizes) -> Runtime:
     """A runtime that reads as the mode says.
 
     Raises:
@@ -55,6 +53,8 @@ def runtime_of(mode: str, decoder: nnx.Module, sizes: Sizes) -> Runtime:
         n_ubatch=sizes.n_ubatch,
         rope="read" if paper else "write",
         self_extend=extend,
+        type_k="f32",
+        type_v="f32",
     )
     return Runtime(decoder, config, policy=_policy(mode, sizes.n_window))
 

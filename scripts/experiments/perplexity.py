@@ -63,7 +63,7 @@ def run() -> None:
       BadConfig: a mode that the model's layers cannot do; nothing was run.
       UsageError: the text is too short.
     """
-    model = load(_MODEL.value)
+    model = load(_MODEL.value, dtype="f32")
     tokens = model.tokenizer.encode(texts.play(_TEXT.value))[: _N_TOKENS.value]
     if len(tokens) < _N_TOKENS.value:
         raise UsageError(f"--n_tokens {_N_TOKENS.value}: {_TEXT.value} has {len(tokens)}")

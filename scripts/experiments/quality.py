@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
 def run(asked: kinds.Asked) -> None:
     """All kinds over all texts."""
-    model = load(asked.model)
+    model = load(asked.model, dtype="f32")
     read = [pieces(model.tokenizer, name) for name in asked.plays]
     plain = runtime_of(model.decoder, "f32", asked.chunk)
     exact = [logits_of(plain, tokens) for tokens in read]

@@ -54,7 +54,7 @@ class Method:
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    model = load(_MODEL.value)
+    model = load(_MODEL.value, dtype="f32")
     n = _N_PROMPT.value + _N_STEPS.value + 1
     plays = {
         name: model.tokenizer.encode(texts.play(name))[_FIRST : _FIRST + n] for name in texts.PLAYS
@@ -108,7 +108,9 @@ def _methods(model: Model) -> list[Method]:
 
 def _runtime(model: Model, method: Method) -> Runtime:
     n = max(_N_PROMPT.value + _N_STEPS.value + 1, 1024)
-    return Runtime(model.decoder, CacheConfig(n_ctx=n, select=method.select))
+    return Runtime(
+        model.decoder, CacheConfig(n_ctx=n, select=method.select, type_k="f32", type_v="f32")
+    )
 
 
 def _teacher_forced(runtime: Runtime, tokens: Sequence[int]) -> np.ndarray:

@@ -50,7 +50,10 @@ def known(kind: str) -> bool:
 
 def run(asked: kinds.Asked) -> None:
     """All kinds over all texts."""
-    model, config = load(asked.model), CacheConfig(n_ctx=N_TOKENS, n_ubatch=asked.chunk)
+    model, config = (
+        load(asked.model, dtype="f32"),
+        CacheConfig(n_ctx=N_TOKENS, n_ubatch=asked.chunk, type_k="f32", type_v="f32"),
+    )
     read = [pieces(model.tokenizer, name) for name in asked.plays]
     wide = Runtime(model.decoder, config)
     exact = [logits_of(wide, tokens) for tokens in read]

@@ -219,8 +219,7 @@ def test_a_visible_key_that_is_no_number_is_read():
     assert np.isnan(case.chosen()[1]).all()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["quest", "pooled"])
+@pytest.mark.parametrize("name", ["quest", slow("pooled")])
 def test_a_step_labels_its_unit_as_a_rebuild_would(name):
     case = Case(SPECS[name])
     plan = labels.LabelPlan(select=case.select, layers=((2,),))

@@ -1,12 +1,13 @@
 """The token history: how much of a sequence is exact, and that appends copy little."""
 
+import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 from named_edits import NamedEdits
 
-from kvrt.cellcache import history
+from kvrt.cellcache import history, insert
 from kvrt.cellcache.history import TokenHistory
 
 edit = NamedEdits(history.apply)
@@ -130,3 +131,35 @@ def test_what_is_known_to_share_no_mark_shares_none():
                 assert not any(marks[s] & x for other, x in marks.items() if other != s)
     assert ten().unshared == {0}
     assert edit.cp(ten(), 0, 1).unshared == frozenset()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: appended(appended(t, 9, seq_id=1), 9),
+        lambda t: edit.add(t, 1, 4, None, 7),
+        lambda t: edit.add(appended(t, 5), 1, 0, None, 3),
+        lambda t: history.split(t, 1, np.arange(3, 9, dtype=np.int32)),
+    ],
+)
+def test_a_history_near_2_to_the_31_marks_goes_on_as_a_new_one(change):
+    """Positions, tokens and which of them two sequences share."""
+    young = edit.cp(ten(), 0, 1)
+    old = dataclasses.replace(young, n_marks=2**31 - 4)
+    a, b = change(young), change(old)
+    assert b.n_marks < 100
+    for s in (0, 1):
+        x, y = history.entries(a, s), history.entries(b, s)
+        np.testing.assert_array_equal(x[:2], y[:2])
+        assert 0 <= y[2].min() <= y[2].max() < b.n_marks
+    shared = [np.isin(history.entries(t, 0)[2], history.entries(t, 1)[2]) for t in (a, b)]
+    np.testing.assert_array_equal(*shared)
+
+
+def test_saved_tokens_go_into_a_history_near_2_to_the_31_marks():
+    old = dataclasses.replace(ten(), n_marks=2**31 - 4)
+    saved = dataclasses.replace(ten(), n_marks=2**40)
+    found = insert.into_history(old, saved, {0: 1})
+    assert found.n_marks == 20
+    assert history.entries(found, 0)[2].tolist() == list(range(10))
+    assert history.entries(found, 1)[2].tolist() == list(range(10, 20))

@@ -57,7 +57,9 @@ def test_an_answer_behind_chunks(ask, chunks):
     assert found["n_reused"] == n - m and found["approximate"] and found["n_chunks"] == 2
     assert found["n_prompt"] == n + found["n_recomputed"] - m
     assert f"2 of {n} tokens in all: {n - m} reused, {m} recomputed behind layer 1" in done.err
-    assert "the answer is approximate" in done.err
+    n_first = session.read_manifest(chunks["b"]).n_tokens[0]
+    assert found["approximations"] == [{"by": "chunks", "from_token": n_first}]
+    assert f"exactness  approximate from token {n_first} on: chunks were computed" in done.err
     again = json.loads(ask(*named, "of the", "--json").out)
     assert again["tokens"] == found["tokens"]
     assert before == [x.read_bytes() for x in chunks.values()]
@@ -73,6 +75,7 @@ def test_all_computed_again_is_the_answer_to_the_whole_text(ask, kvrt, deep, chu
     assert kvrt("prefill", "-m", deep, "-c", 128, "--tokens", whole, "-o", path).code == 0
     plain = json.loads(kvrt("ask", path, "of the", "-m", deep, "-n", 6, "--temp", 0, "--json").out)
     assert plain["tokens"] == found["tokens"]
+    assert not plain["approximate"] and not found["approximate"]
 
 
 def test_each_question_starts_from_the_chunks(ask, chunks, tmp_path):

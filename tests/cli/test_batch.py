@@ -6,6 +6,9 @@ import pytest
 from test_grp_attn import PAPER
 from test_mistakes import fails
 
+from kvrt.cli.batch import engine_run
+from kvrt.serving import prometheus
+
 TEXTS = ("the sand of the sea", "the sand of the land", "a mist", "the water and the otter")
 
 
@@ -193,11 +196,21 @@ def test_bad_lines_fail_alone_and_the_exit_code_tells(batch, written):
 
 
 @pytest.mark.slow
-def test_counters_for_machines(batch, tmp_path):
+def test_counters_for_machines(batch, tmp_path, monkeypatch):
     path = tmp_path / "metrics.prom"
     lines = [{"id": x, "tokens": list(range(40, 59)), "n_predict": 3} for x in "ab"]
     flags = ("--n_seq_max", 1, "--metrics", path, "--ignore_eos", "--quiet")
+    monkeypatch.setattr(engine_run, "_METRICS_S", 0.0)
+    real, n_ended = prometheus.write_metrics, []
+
+    def write(path, stats):
+        real(path, stats)
+        n_ended.append(sum(stats.finished.values()))
+
+    monkeypatch.setattr(prometheus, "write_metrics", write)
     assert batch(*flags, lines=lines).err == ""
+    # After each step, and at the end.
+    assert set(n_ended) == {0, 1, 2} and sorted(n_ended) == n_ended
     said = path.read_text().splitlines()
     assert 'kvrt_ended_total{reason="length"} 2.0' in said
     assert 'kvrt_tokens_total{kind="drawn"} 6.0' in said
@@ -307,8 +320,11 @@ def test_a_stop_text_ends_one_request_and_not_the_other(batch, written):
     assert batch(lines=lines).code == 0
     text = written()[0]["text"]
     stop = text[3:5]
-    done = batch(lines=[lines[0] | {"id": "c", "stop": stop}, lines[1]], out="stop.jsonl")
-    assert done.code == 0
+    stops = [lines[0] | {"id": "c", "stop": stop}, lines[1]]
+    done = batch("--stats", lines=stops, out="stop.jsonl")
+    assert done.code == 0 and "cancelled" not in done.err
+    ended = [line.split() for line in done.err.splitlines() if line.startswith("ended: ")]
+    assert ended == [["ended:", "stop", "1"], ["ended:", "length", "1"]]
     b, c = written("stop.jsonl")
     assert (b["text"], c["text"]) == (text, text[: text.index(stop)])
     assert (b["finish_reason"], c["finish_reason"]) == ("length", "stop_string")
@@ -353,10 +369,10 @@ def test_files_that_are_wanted(batch, kvrt, tmp_path):
     fails(kvrt("batch", "-o", "x"), 2, "-i, --input FILE is wanted")
     fails(kvrt("batch", "-i", "x"), 2, "-o, --output FILE is wanted")
     fails(batch(lines=["nonsense\n"]), 2, "holds no request: line 1: no JSON")
-    fails(batch(lines=asked(1), out="in.jsonl"), 2, "is the file of the requests")
+    fails(batch(lines=asked(1), out="in.jsonl"), 2, "-i ", " name one file")
     fails(batch(given="none.jsonl"), 2, "none.jsonl: no such file or directory")
     done = batch("--metrics", tmp_path / "none" / "m", lines=asked(1))
-    fails(done, 2, "--metrics", "no such folder")
+    fails(done, 2, "--metrics", "there is no folder")
     assert not (tmp_path / "out.jsonl").exists()
 
 

@@ -263,13 +263,6 @@ def test_a_file_that_changes_meanwhile(read, tmp_path):
         requests.read(requests.entries[1])
 
 
-def test_the_file_itself_is_known_by_any_name(read, tmp_path):
-    requests = read(GOOD)
-    (tmp_path / "link").symlink_to(tmp_path / "in.jsonl")
-    assert requests.same_file(str(tmp_path / "link"))
-    assert not requests.same_file(str(tmp_path)) and not requests.same_file("none")
-
-
 # Results.
 
 N = {"a": 1, "b": 2, "c": 1}

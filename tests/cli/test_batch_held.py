@@ -183,6 +183,19 @@ def test_an_error_under_other_limits_is_tried_again(batch):
     assert todo == ["long"] and "1 result of requests that failed under other limits" in told[0]
 
 
+def test_each_edit_keeps_the_results_before_it(batch):
+    batch.run()
+    kept = [batch.out.read_bytes()]
+    for i in range(2):
+        batch.run(edited(1, prompt=f"Never {i}"))
+        kept.append(batch.out.read_bytes())
+    backups = [batch.out.with_name(f"out.jsonl~{n}") for n in ("", 2)]
+    assert [p.read_bytes() for p in backups] == kept[:2]
+    _, told = batch.run(temp=0.7, restart=True)
+    assert told[0].endswith("the former file is " + f"{batch.out}~3")
+    assert [p.read_bytes() for p in backups] == kept[:2]
+
+
 def test_a_line_that_was_mended_is_no_error_any_more(batch):
     lines = [LINES[0], "nonsense\n", LINES[2], {"id": "a", "prompt": "again"}]
     batch.run(lines)

@@ -64,19 +64,24 @@ def whole(words, cache, tmp_path):
 
 
 @posix
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_whatever_ends_it_the_same_command_goes_on(words, whole, cache, tmp_path, how):
-    path = tmp_path / "out.jsonl"
+@pytest.mark.parametrize(
+    "signals", [(signal.SIGINT, signal.SIGTERM), (signal.SIGKILL, signal.SIGHUP)]
+)
+def test_whatever_ends_it_the_same_command_goes_on(words, whole, cache, tmp_path, signals):
+    path, metrics = tmp_path / "out.jsonl", tmp_path / "out.prom"
+    words = [*words[:1], "--metrics", metrics, *words[1:]]
     seen = 0
-    for _ in range(2):
+    for number in signals:
+        metrics.unlink(missing_ok=True)
         process = start([*words, path], cache, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         wait_for(path, seen + 8)
-        process.send_signal(how)
+        process.send_signal(number)
         _, err = process.communicate(timeout=60)
-        assert process.returncode == (130 if how == signal.SIGINT else -how), err
-        if how == signal.SIGINT:
+        kills = number == signal.SIGKILL
+        assert process.returncode == (-number if kills else 128 + number), err
+        if not kills:
             assert b"are left, the same command resumes\n" in err and b"Traceback" not in err
-            assert path.read_bytes().endswith(b"\n")
+            assert path.read_bytes().endswith(b"\n") and b"kvrt_" in metrics.read_bytes()
         seen = lines_of(path)
         assert seen < 60
     process = start([*words, path], cache, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -8,13 +8,18 @@ from collections import deque
 import pytest
 from conftest import vocabulary
 
+from kvrt.cli.batch import progress
 from kvrt.cli.batch import request_line as batch_line
 from kvrt.cli.batch.requests import Requests
 from kvrt.cli.batch.results import Results
-from kvrt.cli.batch.server import Server
+from kvrt.cli.batch.server import AnswerLimits, Server
 from kvrt.cli.flags.serving import BatchOptions
+from kvrt.cli.process import status
+from kvrt.cli.report.metrics import rows
+from kvrt.config import CacheConfig
 from kvrt.errors import BadRequest, UsageError
 from kvrt.serving import request as asking
+from kvrt.serving.metrics import Metrics, PoolUse
 from kvrt.serving.outputs import Output
 from kvrt.serving.request import Request
 from kvrt_models import load
@@ -29,7 +34,7 @@ class Script:
 
     steps: list[list[Output]]
     asked: list[Request] = dataclasses.field(default_factory=list)
-    cancelled: list[tuple[str, int]] = dataclasses.field(default_factory=list)
+    cancelled: list[tuple[str, int | None, str]] = dataclasses.field(default_factory=list)
 
     @property
     def has_work(self):
@@ -43,8 +48,8 @@ class Script:
     def step(self):
         return self.steps.pop(0)
 
-    def cancel(self, request_id, sample):
-        self.cancelled.append((request_id, sample))
+    def cancel(self, request_id, sample=None, *, reason="cancelled"):
+        self.cancelled.append((request_id, sample, reason))
 
 
 def told(name, text, reason=None, *, sample=0, n_cached=0, error=None):
@@ -68,7 +73,8 @@ def serve(tmp_path, tiny):
         found = Requests(str(path), BatchOptions(**flags).defaults())
         results = Results(str(tmp_path / "out.jsonl"), {e.id: e.n for e in found.entries})
         script = Script(steps)
-        server = Server(script, tokenizer, found, results, n_ctx_train=8)
+        limits = AnswerLimits(n_ctx_train=8, config=CacheConfig())
+        server = Server(script, tokenizer, found, results, limits=limits)
         closing.extend([found, results])
         todo = deque(found.entries)
         server.feed(todo, n_most)
@@ -175,7 +181,6 @@ def test_results_come_as_requests_end(serve):
     ]
     counts = server.counts
     assert (counts.n_done, counts.n_failed, counts.n_sampled) == (2, 0, 4)
-    assert (counts.n_prompt, counts.n_cached, counts.hits) == (8, 3, "37.5 %")
     assert server.n_live == 0
 
 
@@ -222,7 +227,7 @@ def test_a_stop_text_ends_a_request(serve):
     (record,) = records
     assert (record["tokens"], record["text"]) == ([98, 120, 121], "b")
     assert record["finish_reason"] == "stop_string"
-    assert (script.cancelled, server.counts.n_done) == ([("a", 0)], 1)
+    assert (script.cancelled, server.counts.n_done) == ([("a", 0, "stop")], 1)
 
 
 def test_what_might_begin_a_stop_text_is_not_lost(serve):
@@ -242,7 +247,7 @@ def test_a_stop_text_in_one_sample_leaves_the_others(serve):
     assert short(records) == [("a", 0, "b", "stop_string"), ("a", 1, "bcd", "length")]
     assert records[0]["tokens"] == [98, 120]
     # At once, and only that one.
-    assert script.cancelled == [("a", 0)]
+    assert script.cancelled == [("a", 0, "stop")]
 
 
 def test_an_error_in_one_sample_fails_the_request(serve):
@@ -268,7 +273,7 @@ def test_samples_beside_one_that_failed_are_given_up(serve):
     ]
     _, script, records = serve(lines, steps)
     assert [r["error"] for r in records] == ["no room"]
-    assert script.cancelled == [("a", 1)]
+    assert script.cancelled == [("a", 1, "cancelled")]
 
 
 def test_an_engine_knows_of_so_many_requests(serve):
@@ -295,3 +300,43 @@ def test_a_file_that_changes_ends_everything(serve, tmp_path):
 
 def test_bounds_of_a_line_are_those_of_a_request():
     assert (batch_line.MAX_ID, batch_line.MAX_PRIORITY) == (asking.MAX_ID, asking.MAX_PRIORITY)
+
+
+def stats_of(asked, hit):
+    """Stats of an engine that found so many of the tokens that it was asked for."""
+    stats = Metrics().snapshot(n_running=0, n_waiting=0, pools=(PoolUse(n_units=8, n_free=6),))
+    prefix = dict(stats.prefix) | {"asked": asked, "hit": hit}
+    return dataclasses.replace(stats, prefix=prefix)
+
+
+def test_lines_tell_progress_where_there_is_no_terminal(capfd, monkeypatch):
+    counts = progress.BatchCounts(n_done=3, n_sampled=1234, seconds=10)
+    for seconds, n in ((0.0, 2), (60.0, 0)):
+        monkeypatch.setattr(status, "LINE_S", seconds)
+        with progress.progress_of(40, to_stdout=True) as show:
+            for _ in range(2):
+                show(counts, lambda: stats_of(1000, 425))
+        line = "requests   3 of 40 done, 1,234 tokens, 123.4 tokens/s, cache 25 %, hits 42.5 %\n"
+        assert capfd.readouterr() == ("", line * n)
+
+
+def test_one_run_tells_one_share_of_prefix_hits():
+    """The summary counts as --stats and --metrics do: each request once, whatever its samples."""
+    stats = stats_of(1000, 425)
+    lines = progress.batch_summary(
+        progress.BatchCounts(n_done=1), stats, n_bad=0, n_before=0, n_left=0
+    )
+    assert sum("425 of 1,000 prompt tokens were prefix hits, 42.5 %" in x for x in lines) == 1
+    assert dict(rows(stats))["prefix hits"] == "425 of 1,000 (42.5%) of prompt tokens"
+
+
+def test_a_result_tells_from_which_token_on_older_ones_were_dropped(serve):
+    lines = [{"id": "a", "prompt": "abc", "policy": "context_shift"}, {"id": "b", "prompt": "b"}]
+    last = told("a", "y", "length")._replace(n_dropped=2, n_before_drop=4)
+    server, _, records = serve(lines, [[told("a", "wxz"), told("b", "y", "length")], [last]])
+    why = {"by": "context_shift", "from_token": 4, "n_dropped": 2}
+    assert [r.get("approximations") for r in records] == [None, [why]]
+    assert [r.get("approximate") for r in records] == [None, True]
+    assert server.counts.approximate == {"context_shift": 1}
+    lines = progress.batch_summary(server.counts, stats_of(9, 0), n_bad=0, n_before=0, n_left=0)
+    assert "exactness  answers that are not of the whole text: 1 by context_shift" in lines

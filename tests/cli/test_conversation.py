@@ -98,8 +98,9 @@ def test_turns_are_what_the_template_writes_of_all(tokenizers, name):
         turn = conversation.next_turn(
             Conversation(ids=ids, newest=newest, name="a.kv"), "of", None, tokenizer
         )
-        assert not turn.unanswered
-        ids, said = [*ids, *turn.ids], [*said, answer, "of"]
+        assert not turn.unanswered and turn.rewritten is None
+        assert turn.ids[: len(ids)] == ids and turn.n_kept == len(ids)
+        ids, said = turn.ids, [*said, answer, "of"]
         assert written(ids, tokenizer) == rendered(tokenizer, *said)
 
 
@@ -112,21 +113,41 @@ def test_an_end_of_another_kind_is_replaced(tokenizers):
         conversation.next_turn(Conversation(ids=ids, newest=n, name="a"), "of", None, tokenizer).ids
         for n in (7, tokenizer.eos_id)
     )
-    assert one == two and one[0] == tokenizer.eos_id and 7 not in one
+    assert one == two and one[len(ids)] == tokenizer.eos_id and 7 not in one
+
+
+DATED = CHATML.replace("Be kind", "Today is {{ strftime_now('%d %B %Y') }}. Be kind").replace(
+    "'<|startoftext|>system\nToday is {{ strftime_now('%d %B %Y') }}. Be kind<|endoftext|>\n'",
+    "'<|startoftext|>system\nToday is ' + strftime_now('%d %B %Y') + '. Be kind<|endoftext|>\n'",
+)
+
+
+def test_a_conversation_of_another_day_is_written_with_todays_date(tokenizers):
+    tokenizer = tokenizers["chatml"]
+    vocab = dataclasses.replace(tokenizer.vocab, chat_template=DATED)
+    tokenizer = dataclasses.replace(tokenizer, vocab=vocab)
+    before = conversation.render_turns(tokenizer, None, ["the"], now="2024-02-29T12:00:00")
+    assert "29 February 2024. Be kind" in before
+    ids = tokenizer.encode(before + "of it", parse_special=True)
+    so_far = Conversation(ids=ids, newest=tokenizer.eos_id, name="a.kv")
+    turn = conversation.next_turn(so_far, "in", None, tokenizer)
+    assert written(turn.ids, tokenizer) == rendered(tokenizer, "the", "of it", "in")
+    assert turn.rewritten is not None and turn.n_kept < 20 < len(ids)
+    assert "the session holds" in str(turn.rewritten) and "2024. Be kind" in str(turn.rewritten)
 
 
 def test_a_message_that_waits_is_not_repeated(tokenizers):
     tokenizer = tokenizers["chatml"]
     first = conversation.first_turn("the sand", None, tokenizer)
     told = Conversation(ids=first, newest=None, name="a.kv")
-    assert conversation.next_turn(told, "the sand", None, tokenizer).ids == []
+    assert conversation.next_turn(told, "the sand", None, tokenizer).ids == first
     other = conversation.next_turn(told, "of", None, tokenizer)
     assert other.unanswered
-    assert written(first + other.ids, tokenizer) == rendered(tokenizer, "the sand", "", "of")
+    assert written(other.ids, tokenizer) == rendered(tokenizer, "the sand", "", "of")
     again = conversation.next_turn(
-        Conversation(ids=first + other.ids, newest=None, name="a.kv"), "of", None, tokenizer
+        Conversation(ids=other.ids, newest=None, name="a.kv"), "of", None, tokenizer
     )
-    assert again.ids == []
+    assert again.ids == other.ids
 
 
 def test_a_system_message_comes_first_and_stays(tokenizers):

@@ -18,6 +18,17 @@ from kvrt_models.weights import forms
 SAID = "chunked: no kernel for cpu"
 
 
+MEASURED = Forms(whole=((9, "int8"), (1 << 30, "bf16")), pieces=((30, "int8"), (1 << 30, "f32")))
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch):
+    """Counts measurements of products, which take half a minute elsewhere."""
+    calls = []
+    monkeypatch.setattr(forms, "measure_forms", lambda: (calls.append(None), MEASURED)[1])
+    return calls
+
+
 @pytest.fixture
 def tested(monkeypatch):
     """Makes CPUs a platform with a kernel, which passes; the cases that it is tested in."""
@@ -67,8 +78,8 @@ def test_it_says_how_much_room_kept_weights_take(kvrt, monkeypatch, tmp_path):
     assert line.split(maxsplit=1)[1] == f"8.00 MB of int8 in {folder}"
 
 
-def test_it_says_which_form_products_of_int8_weights_take(kvrt, cache, monkeypatch, tmp_path):
-    """As measured, of matrices that are widened whole and of larger ones; or fixed."""
+def test_it_measures_products_of_int8_weights_once(kvrt, measured, monkeypatch, tmp_path):
+    """Of matrices that are widened whole and of larger ones; or takes them by the processor."""
 
     def told():
         (line,) = [x for x in kvrt("doctor").out.decode().splitlines() if x.startswith("products")]
@@ -76,15 +87,14 @@ def test_it_says_which_form_products_of_int8_weights_take(kvrt, cache, monkeypat
         return line.split(maxsplit=1)[1].removeprefix("of int8 weights: ")
 
     monkeypatch.setenv("KVRT_CACHE", str(tmp_path / "kept"))
-    assert told() == "not measured yet"
-    found = Forms(whole=((9, "int8"), (1 << 30, "bf16")), pieces=((30, "int8"), (1 << 30, "f32")))
-    monkeypatch.setattr(forms, "measure_forms", lambda: found)
-    forms.measured_forms(tmp_path / "kept")
-    assert told() == "int8 to 9 tokens, then bf16; large matrices: int8 to 30 tokens, then f32"
+    for _ in range(2):
+        assert told() == "int8 to 9 tokens, then bf16; large matrices: int8 to 30 tokens, then f32"
+    assert len(measured) == 1 and forms.kept_forms(tmp_path / "kept") == MEASURED
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("KVRT_CACHE", str(tmp_path / "file" / "cache"))
-    assert told().startswith("int8 to 6 tokens, bf16 to 48, then f32; large matrices: int8 to 24")
-    assert told().endswith("; fixed, for there is no cache folder to keep what is measured")
+    line = forms.forms_line(forms.forms_by_processor())
+    assert told().startswith(f"{line}; by the processor, for there is no cache folder to keep")
+    assert len(measured) == 1
 
 
 def test_a_named_kernel_that_this_device_lacks_is_one_line(kvrt):

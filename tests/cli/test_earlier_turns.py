@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from conftest import tiny_gguf
 
-from kvrt.cli.run import conversation
+from kvrt import session
+from kvrt.cellcache.history import tokens
 from kvrt.cli.run.earlier_turns import left_out
 from kvrt.cli.session import explain
 from kvrt_models.gguf.file import open_gguf
@@ -51,17 +52,18 @@ def tokenizer_of(metadata, name):
 
 
 def held(tokenizer, *said, ended=True):
-    """Tokens of a conversation of messages and answers, the last one perhaps not ended."""
-    ids = conversation.first_turn(said[0], None, tokenizer)
-    for answer, message in zip(said[1::2], [*said[2::2], None], strict=False):
-        ids = [*ids, *tokenizer.encode(answer, add_special=False)]
-        if message is not None:
-            so_far = conversation.Conversation(ids=ids, newest=tokenizer.eos_id, name="a.kv")
-            turn = conversation.next_turn(so_far, message, None, tokenizer).ids
-            ids = [*ids, *([] if turn[0] == tokenizer.eos_id else [tokenizer.eos_id]), *turn]
-        elif ended:
-            ids.append(tokenizer.eos_id)
-    return ids
+    """Tokens of a conversation as sampled, each answer whole, the last one perhaps not ended."""
+    template = tokenizer.chat_template
+    begins = "<think>\n" if "assistant\n<think>\n'" in template else ""
+    text = "".join(
+        f"{BOS}{('user', 'assistant')[i % 2]}\n{begins if i % 2 else ''}{x}{EOS}\n"
+        for i, x in enumerate(said)
+    )
+    if len(said) % 2:
+        text += f"{BOS}assistant\n{begins}"
+    else:
+        text = text.removesuffix("\n") if ended else text.removesuffix(f"{EOS}\n")
+    return tokenizer.encode(text, parse_special=True)
 
 
 THOUGHT = "<think>\nof the sand\n</think>\n\n"
@@ -166,8 +168,11 @@ def test_a_conversation_that_continues_and_explain_say_what_it_costs(
     assert (
         f"leaves {found.n_tokens} held tokens out there, as chat templates do with thoughts" in text
     )
-    # A run appends, keeps them, and says so.
+    # A run does so too, says where, and keeps the former session.
     words = ["-m", thinker, "-c", 256, "--chat", "--session", path, "-p", "and", "-n", 2]
     done = go(*words, prompt=False)
-    assert done.code == 0 and f"{path}: {found}" in done.err
-    assert "chat template" not in go(*words, "--quiet", prompt=False).err
+    assert done.code == 0, done.err
+    assert 'now writes "it is the rest' in done.err and "computed anew from token" in done.err
+    kept = tokens(session.read(path).history, 0).tolist()
+    assert kept[: len(again)] == again  # the last answer came without thoughts
+    assert tokens(session.read(f"{path}~").history, 0).tolist() == held_ids

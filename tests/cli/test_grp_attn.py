@@ -52,4 +52,4 @@ def test_the_warning_counts_what_self_extend_reaches(capfd):
     assert capfd.readouterr().err == ""
     config.cache_config(options("-c", "2000", *words[2:]), 512)
     err = capfd.readouterr().err
-    assert "(with SelfExtend 1664)" in err and "use -c 1664 or a greater -gan" in err
+    assert "(1,664 with SelfExtend)" in err and "a greater -gan reads further, -c 1664" in err

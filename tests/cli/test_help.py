@@ -1,6 +1,7 @@
 """What `kvrt --help` and `kvrt help` print, its width, and a start that costs nothing."""
 
 import importlib.metadata
+import re
 import shlex
 import subprocess
 import sys
@@ -59,6 +60,21 @@ def test_help_leaves_out_what_few_need_and_says_so(command, capfdbinary):
     assert all(f"{flag.name} " in whole for flag in command.flags() if not flag.place)
 
 
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: c.name)
+def test_help_describes_no_flag_that_its_command_lacks(command):
+    by_name = {c.name: c for c in COMMANDS}
+    text = " ".join(help_text(100, command, everything=True).split())
+    for word, name in re.findall(r"(\S+) --(?:\[no\])?([a-z]\w+)", text):
+        flags = by_name.get(word.lstrip("("), command).flags()
+        names = {n for flag in flags for n in flag.names} | {"help_all"}
+        assert {name, name.removeprefix("no")} & names, f"{command.name}: --{name}"
+
+
+def test_run_help_shows_policies_and_drafts():
+    text = help_text(80)
+    assert "--policy NAME" in text and "--draft WAY" in text
+
+
 def test_help_imports_nothing_heavy():
     code = (
         "import sys\n"
@@ -72,6 +88,19 @@ def test_help_imports_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "--n_predict" in done.stdout and done.stderr == ""
+
+
+@pytest.mark.parametrize("words", [["run", "-p", "x"], ["verify", "x.kv"], ["fit"]])
+def test_a_wrong_model_name_is_refused_before_jax_is_imported(words):
+    code = (
+        "import sys\n"
+        "from kvrt.cli.main import main\n"
+        f"assert main([*{words}, '-m', 'gpt-9000']) == 2\n"
+        "assert not {'jax', 'numpy'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("kvrt: model 'gpt-9000': ") and done.stderr.count("\n") == 1
 
 
 def test_no_word_is_the_help(capfdbinary):

@@ -1,15 +1,19 @@
 """How long `kvrt run` goes on: -n, stops, a full context, and context shifts."""
 
+import dataclasses
 import json
+import re
 
 import pytest
 from conftest import text_of
 
+from kvrt import AttentionSinks, ContextShift
 from kvrt.cli.flags import parse
 from kvrt.cli.flags.evaluate import RunOptions
 from kvrt.cli.setup import config, policy
-from kvrt.errors import BadConfig
+from kvrt.errors import BadConfig, BadSession
 from kvrt_models.gguf.file import open_gguf
+from kvrt_models.gguf.spec import spec_from_gguf
 from kvrt_models.tokenizer.encode import tokenizer_from_gguf
 
 
@@ -26,6 +30,11 @@ def with_end(path, token: int, new):
     new.write_bytes(data[:at] + token.to_bytes(4, "little") + data[at + 4 :])
     assert open_gguf(new).metadata[key.decode()] == token
     return new
+
+
+def spec_of(path):
+    opened = open_gguf(path)
+    return spec_from_gguf(opened.metadata, opened.tensors)
 
 
 def test_no_token_is_wanted(go):
@@ -55,7 +64,7 @@ def test_a_prompt_longer_than_the_context_is_read_in_parts(go, tmp_path):
     assert told["n_prompt"] == 150 and len(told["tokens"]) == 4
     assert told["cells_used"] == 150 + 3 - told["n_dropped"] and told["n_shift"] > 1
     full = go("-n", 4, "--nocontext_shift", "--tokens", ids, prompt=False)
-    assert full.code == 2 and "raise -c to 151 or more" in full.err
+    assert full.code == 2 and "raise -c to 154, drop older tokens" in full.err
 
 
 @pytest.mark.slow
@@ -117,6 +126,44 @@ def test_keep_counts_tokens_of_the_prompt(tiny, add_bos, keep, n_keep):
         policy.policy_of_run(options("--keep", str(keep)), 2, ids, text)
 
 
+@pytest.mark.parametrize("add_bos", [False, True])
+@pytest.mark.parametrize(
+    ("words", "said", "wanted"),
+    [
+        ([], ContextShift(n_keep=9, n_discard=5), ContextShift(n_keep=9, n_discard=5)),
+        ([], AttentionSinks(n_window=30, n_sink=2), AttentionSinks(n_window=30, n_sink=2)),
+        (["--n_window", "40"], AttentionSinks(n_window=30), AttentionSinks(n_window=40)),
+        (["--policy", "attention_sinks"], ContextShift(n_keep=9), AttentionSinks(n_window=60)),
+        (["--context_shift"], AttentionSinks(n_window=30), ContextShift(n_keep=0)),
+        (["--nocontext_shift"], ContextShift(n_keep=9), None),
+        (["--n_discard", "7"], ContextShift(n_keep=9), ContextShift(n_keep=9, n_discard=7)),
+    ],
+)
+def test_a_session_brings_its_policy_where_no_flag_says_otherwise(
+    tiny, add_bos, words, said, wanted
+):
+    text = tokenizer_from_gguf(
+        {**open_gguf(tiny).metadata, "tokenizer.ggml.add_bos_token": add_bos}
+    )
+    ids = [text.bos_id if add_bos else 7, *range(19)]
+    there = {"name": type(said).__name__, **dataclasses.asdict(said)}
+    before = options(*words)
+    after = policy.follow_policy(before, there, ids, text)
+    if wanted == ContextShift(n_keep=0):
+        wanted = ContextShift(n_keep=int(add_bos))  # what is kept without a session
+    assert policy.policy_of_run(after, 64, ids, text) == wanted
+    assert bool(policy.followed(before, after)) == (after != before)
+
+
+def test_what_a_session_says_of_a_policy_is_checked(tiny):
+    text = tokenizer_from_gguf(open_gguf(tiny).metadata)
+    for said in ({"n_keep": "5"}, {"n_keep": -3}, {"n_bits": 3}, {"n_keep": 0.5}):
+        with pytest.raises(BadSession, match="kvrt repair"):
+            policy.follow_policy(options(), {"name": "ContextShift", **said}, [1, 2], text)
+    for said in (None, {}, {"name": "Mine", "n_keep": "all"}):
+        assert policy.follow_policy(options(), said, [1, 2], text) == options()
+
+
 @pytest.mark.parametrize("words", [["-n", "-2"], ["--nocontext_shift"]])
 def test_no_shift_is_made_where_none_is_wanted(tiny, words):
     text = tokenizer_from_gguf(open_gguf(tiny).metadata)
@@ -127,9 +174,33 @@ def test_a_context_above_the_trained_length_is_warned_of(capfd):
     assert config.cache_config(options("-c", "1000"), 512).n_ctx == 1000
     err = capfd.readouterr().err
     assert err.count("\n") == 1 and err.startswith("kvrt: warning: -c 1000 is above the 512 tokens")
-    assert "-c 512 with --context_shift" in err
+    assert "-gan (SelfExtend) reads further, -c 512 drops older tokens instead" in err
     assert config.cache_config(options("-c", "512"), 512).n_ctx == 512
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("n_trained", "n_prompt"), [(512, 300), (512, 900), (8192, 54_365)])
+def test_the_advised_flags_hold_prompt_and_answer_without_another_advice(
+    tiny, capfd, n_trained, n_prompt
+):
+    spec = dataclasses.replace(spec_of(tiny), n_ctx_train=n_trained)
+    words = ["-n", "100", "--grp_attn_w", "256"]
+
+    def check(*more):
+        asked = options(*words, *more)
+        policy.check_prompt(asked, n_prompt, spec, config.cache_config(asked, n_trained))
+        return capfd.readouterr().err
+
+    advice = re.search(r"raise (-c) to (\d+)(?: with (-gan) (\d+))?", check("-c", "256"))
+    assert advice is not None and int(advice[2]) == n_prompt + 100
+    assert check(*(word for word in advice.groups() if word)) == ""
+
+
+def test_a_prompt_that_no_flag_reads_whole_is_told_so(tiny, capfd):
+    spec = spec_of(tiny)
+    asked = options("-c", "256")
+    policy.check_prompt(asked, 10**6, spec, config.cache_config(asked, spec.n_ctx_train))
+    assert "to keep it use a model trained for more than its" in capfd.readouterr().err
 
 
 @pytest.fixture

@@ -6,6 +6,9 @@ import math
 import pytest
 from conftest import PROMPT, text_of, tiny_gguf, vocabulary
 
+from kvrt.cli.process import output
+from kvrt.program.programs import Programs
+
 FIELDS = """model weights n_prompt tokens text finish_reason seed n_ctx n_kv cells_used n_shift
     n_dropped n_defrag n_compiles n_from_disk compile_s attention type_k type_v prefill_s
     decode_s prefill_tps decode_tps rss_bytes""".split()
@@ -135,3 +138,22 @@ def test_the_cell_map_is_on_standard_error(go, told):
     assert done.out.decode() == told["text"]
     assert cells == " 0 " + ("0" * used).ljust(64, ".")
     assert legend.startswith(f"cells: {used} of 64 cells used, n_kv {used}; 0-9a-z owner")
+
+
+def test_all_programs_are_there_before_the_first_token_is_shown(go, monkeypatch):
+    seen, wait, write = [], Programs.wait, output.write_generated
+
+    def waiting(self, progress):
+        said = []
+        wait(self, lambda *n: said.append(n[:2]))
+        seen.append(said)
+
+    def writing(text):
+        seen.append(text)
+        write(text)
+
+    monkeypatch.setattr(Programs, "wait", waiting)
+    monkeypatch.setattr(output, "write_generated", writing)
+    assert go("-n", 5).code == 0
+    (*_, almost, done), *texts = seen
+    assert almost == (done[0] - 1, done[1]) and done[0] == done[1] and texts

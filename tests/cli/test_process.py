@@ -14,7 +14,7 @@ from kvrt.cli.process import output
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
-COMMAND = (sys.executable, "-c", "from kvrt.cli.main import run; run()")
+COMMAND = (sys.executable, "-c", "from kvrt.__main__ import enter; enter()")
 posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals and devices")
 
 

@@ -1,7 +1,10 @@
 """The summary, JSON and cell map from numbers that are given, without a model."""
 
 import dataclasses
+import io
 import json
+import re
+import types
 
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from kvrt import cells as meaning
 from kvrt.attention.choice import AttentionChoice
 from kvrt.cache.stats import DropEvent, LostCheckpoint, Stats
+from kvrt.cli.process import status
 from kvrt.cli.report import summary
 
 STATS = Stats(
@@ -54,6 +58,24 @@ def test_summary_counts_and_rates():
         "cache      69 of 200 cells used, n_kv 70, 1.2 MB of f32",
         "upkeep     0 context shifts, 0 tokens dropped, 1 defrag",
     ]
+
+
+def test_every_number_of_a_summary_has_commas():
+    drop = DropEvent(seq_id=0, n_past=6400, n_dropped=3000)
+    stats = dataclasses.replace(
+        shifted(1500), n_ctx=8192, n_kv=7000, cells_used=6900, n_defrag=1100, drops=(drop,) * 1500
+    )
+    many = {"n_prompt": 50_000, "n_prefilled": 40_000, "n_generated": 21_000, "seed": None}
+    lines = summary.summary(dataclasses.replace(OUTCOME, stats=stats, prefill_s=50.0, **many))
+    assert "6,900 of 8,192 cells used, n_kv 7,000" in lines[4]
+    assert "1,500 context shifts, 45,000 tokens dropped, 1,100 defrags" in lines[5]
+    assert not [line for line in lines if re.search(r"(?<![.,\d])\d{4,}(?!\.)", line)], lines
+
+
+def test_states_are_not_called_cells():
+    stats = dataclasses.replace(STATS, unit="state", n_ctx=1, n_kv=1, cells_used=1)
+    lines = summary.summary(dataclasses.replace(OUTCOME, stats=stats))
+    assert lines[4] == "cache      1 of 1 state used, 1.2 MB of f32"
 
 
 @pytest.mark.parametrize(
@@ -180,3 +202,36 @@ def test_equal_rows_are_told_once(capfd):
         "256 " + "." * 63 + "0",
     ]
     assert len(rows) == 5 and rows[4].startswith("cells: 2 of 320 cells used, n_kv 320;")
+
+
+class Terminal(io.StringIO):
+    """A terminal's standard error."""
+
+    def isatty(self):
+        return True
+
+
+def test_the_bar_of_a_prompt_has_a_rate_and_the_time_left(monkeypatch):
+    shown, seconds = Terminal(), iter(range(3))
+    monkeypatch.setattr("sys.stderr", shown)
+    clock = types.SimpleNamespace(perf_counter=lambda: next(seconds))
+    monkeypatch.setattr(summary, "time", clock)
+    monkeypatch.setenv("TERM", "xterm")
+    with summary.prefill_bar(4000, True) as show:
+        show(500)
+        show(1500)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", shown.getvalue())
+    assert re.search(r"1500/4000 750 tokens/s \S*:\S* left", text), text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "wanted", "n"), [(0.0, True, 2), (60.0, True, 0), (0.0, False, 0)]
+)
+def test_a_prompt_tells_its_progress_without_a_terminal(capfd, monkeypatch, seconds, wanted, n):
+    monkeypatch.setattr(status, "LINE_S", seconds)
+    with summary.prefill_bar(54_365, wanted) as show:
+        show(1024)
+        show(2048)
+    lines = capfd.readouterr().err.splitlines()
+    begins = ("prompt     1,024 of 54,365 tokens, ", "prompt     2,048 of 54,365 tokens, ")
+    assert len(lines) == n and all(map(str.startswith, lines, begins))

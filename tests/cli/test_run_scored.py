@@ -1,5 +1,7 @@
 """`kvrt run` and `kvrt batch` with a policy by score: budgets, sessions, and refusals."""
 
+import signal
+
 import pytest
 
 from kvrt.cli.process.interrupt import Interrupt, Interrupted
@@ -12,8 +14,8 @@ LONG = ("-n", 60, "--ignore_eos", "--dtype", "f32", "--temp", 0)
 def test_the_summary_says_what_is_kept(go):
     done = go(*LONG, *FLAGS)
     assert done.code == 0
-    assert "policy     H2O keeps 24 tokens a kv head, 31 at most;" in done.err
-    assert "the answer is an approximation" in done.err
+    assert "policy     H2O keeps 24 tokens a kv head, 31 at most" in done.err
+    assert "exactness  approximate from token 32 on: each kv head keeps some" in done.err
 
 
 @pytest.mark.slow
@@ -87,6 +89,17 @@ def long_prompt(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_prompt_beyond_the_budget_is_warned_of_at_the_start(go, long_prompt):
+    done = go(*long_prompt, *FLAGS, "-n", 3, "--ignore_eos", "--dtype", "f32", prompt=False)
+    assert done.code == 0, done.err
+    first = done.err.splitlines()[0]
+    assert first.startswith(
+        "kvrt: warning: the prompt has 60 tokens: H2O keeps 24 tokens a kv head"
+    )
+    assert "cache      1 of 1 state used" in done.err
+
+
+@pytest.mark.slow
 def test_kvzip_says_what_its_repetition_takes(go, long_prompt, tmp_path):
     size = ("--policy", "kvzip", "--policy_budget", "40", "--policy_interval", "4")
     path = tmp_path / "kept.kv"
@@ -145,7 +158,7 @@ def test_ctrl_c_ends_a_compression_and_leaves_no_session(go, long_prompt, tmp_pa
     def check(self):
         n_asked.append(1)
         if len(n_asked) == 3:  # before the first step, behind it, behind the second
-            self.asked = True
+            signal.raise_signal(signal.SIGINT)
             raise Interrupted
 
     monkeypatch.setattr(Interrupt, "check", check)

@@ -50,6 +50,8 @@ def test_modules_are_served_to_prompts(kvrt, tiny, schema, modules):
         found = json.loads(done.out)
         texts.append(found["text"])
         assert found["n_prompt"] == found["n_restored"] + found["n_recomputed"]
+        (reason,) = found["approximations"]
+        assert reason["by"] == "modules" and 0 < reason["from_token"] < found["n_prompt"]
         assert "of modules shared" in done.err and "have not seen each other" in done.err
     assert texts[0] == texts[1]
     assert modules.read_bytes() == held

@@ -38,10 +38,13 @@ def test_inspect_says_what_is_held(kvrt, prefilled, tiny, tmp_path):
     text = done.out.decode()
     assert (done.code, done.err) == (0, "")
     n = len(ids_of(prefilled))
-    for part in ("book.kv", "model arch", "llama", "model weights", "kv_heads"):
+    for part in ("book.kv", "model name", "model arch", "llama", "model weights", "kv_heads"):
         assert part in text
     facts = json.loads(kvrt("inspect", prefilled, "--json", "--cells", "--tokens").out)
     assert facts["n_bytes"] == prefilled.stat().st_size and facts["n_waste_bytes"] == 0
+    assert facts["model"]["name"] == tiny.stem
+    (listed,) = json.loads(kvrt("ls", prefilled.parent, "--json").out)
+    assert listed["model"] == tiny.stem and tiny.stem in kvrt("ls", prefilled.parent).out.decode()
     assert facts["sequences"] == [
         {
             "sequence": 0,
@@ -52,6 +55,7 @@ def test_inspect_says_what_is_held(kvrt, prefilled, tiny, tmp_path):
             "logits": True,
             "drawn": 0,
             "ga_i": 0,
+            "policy": "name=ContextShift n_keep=0",
         }
     ]
     (group,) = facts["groups"]
@@ -86,7 +90,12 @@ def test_verify_tells_sound_from_damaged_and_foreign(kvrt, prefilled, tiny, tmp_
     assert (done.code, done.err) == (0, "") and b"book.kv: sound, " in done.out
     other = tmp_path / "other.gguf"
     tiny_gguf.write_gguf(other, tiny_gguf.TinyModel(n_layers=1, seed=3))
-    refused(kvrt("verify", prefilled, "-m", other), 2, "book.kv", "model.weights is")
+    refused(
+        kvrt("verify", prefilled, "-m", other),
+        2,
+        "book.kv",
+        "made with the model tiny, this is other (model.weights differs)",
+    )
     data = bytearray(prefilled.read_bytes())
     for at in (4200, len(data) // 2, len(data) - 10):
         bad = tmp_path / "bad.kv"

@@ -6,8 +6,6 @@ import pytest
 from conftest import tiny_gguf
 
 from kvrt import session
-from kvrt.cli.process.interrupt import Interrupted
-from kvrt.cli.run import generation
 
 pytestmark = pytest.mark.slow
 
@@ -99,29 +97,6 @@ def test_windows_resume_at_a_checkpoint_of_the_session(go, kvrt, ids, windowed, 
         lost = told(back)["lost_checkpoints"]
         assert {x["pos"] for x in lost} == {*range(140, 401, 20)}
         assert {x["reason"] for x in lost} == {"cut"}
-
-
-def test_what_was_read_before_ctrl_c_is_kept(go, ids, tmp_path, monkeypatch):
-    path = tmp_path / "a.kv"
-    read = ["--tokens", ids(50), "--n_ubatch", 16, "-n", 2, "--json"]
-    steps = generation.Reading._steps
-
-    def stopped(self, runtime, interrupt, show):
-        def check():
-            if self.n_done >= 32:
-                raise Interrupted
-
-        interrupt.check = check
-        steps(self, runtime, interrupt, show)
-
-    monkeypatch.setattr(generation.Reading, "_steps", stopped)
-    done = go(*read, "--session", path, prompt=False)
-    assert done.code == 130 and json.loads(done.out)["finish_reason"] == "interrupted"
-    monkeypatch.setattr(generation.Reading, "_steps", steps)
-    assert session.read_manifest(path).n_tokens == {0: 32}
-    found = told(go(*read, "--session", path, prompt=False))
-    assert (found["n_restored"], found["n_recomputed"]) == (32, 18)
-    assert found["tokens"] == told(go(*read, prompt=False))["tokens"]
 
 
 def test_settings_that_hold_no_chunks(go, ids, windowed, tmp_path):

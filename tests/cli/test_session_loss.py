@@ -109,6 +109,29 @@ def test_overwrite_keeps_the_former_file(wide, long):
     assert len(ids_of(long)) == 3 and Path(f"{long}~").read_bytes() == kept
 
 
+@pytest.mark.parametrize("where", ["manifest", pytest.param("block", marks=pytest.mark.slow)])
+def test_overwrite_replaces_a_damaged_session(wide, kvrt, long, where):
+    """Its manifest, which is seen at once, or keys that are read when the weights are there."""
+    data = bytearray(long.read_bytes())
+    data[-20 if where == "manifest" else 4096 + 2000] ^= 1
+    long.write_bytes(data)
+    Path(f"{long}~").write_text("mine")
+    run = ["--session", long, "-n", 1]
+    both = "kvrt repair keeps what is sound, kvrt run --overwrite replaces it"
+    refused(wide(*run) if where == "manifest" else kvrt("trim", long), 1, both)
+    assert long.read_bytes() == bytes(data)
+    done = wide(*run, "--overwrite")
+    assert done.code == 0, done.err
+    assert "nothing restored, 3 computed: damaged and replaced: " in done.err
+    assert f"the former session is kept as {long}~2" in done.err
+    assert Path(f"{long}~2").read_bytes() == bytes(data)
+    assert len(ids_of(long)) == 3 and names(long.parent) == ["long.kv", "long.kv~", "long.kv~2"]
+    # Of several sequences one cannot be written beside others that cannot be read.
+    long.write_bytes(data)
+    refused(wide(*run, "--overwrite", "--seq", 0), 1, "kvrt repair")
+    assert long.read_bytes() == bytes(data)
+
+
 @pytest.mark.slow
 def test_another_question_keeps_the_former_file(wide, ids, long):
     first, second = [*IDS, 1, 2, 3], [*IDS, 4, 5]
@@ -257,7 +280,7 @@ def test_a_copy_takes_no_name_that_is_taken(kvrt, prefilled, tmp_path, words):
 @pytest.mark.slow
 def test_a_page_is_not_written_over_a_session(kvrt, prefilled):
     kept = prefilled.read_bytes()
-    refused(kvrt("inspect", prefilled, "--html", prefilled), 2, "is a session")
+    refused(kvrt("inspect", prefilled, "--html", prefilled), 2, "is not a page of kvrt inspect")
     assert prefilled.read_bytes() == kept
 
 

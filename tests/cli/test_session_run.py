@@ -7,6 +7,7 @@ import pytest
 from conftest import BOOK, PROMPT, tiny_gguf
 
 from kvrt import session
+from kvrt.cellcache.history import tokens
 
 
 @pytest.fixture(scope="module")
@@ -14,6 +15,10 @@ def other(tmp_path_factory):
     """Another model of the same shape."""
     path = tmp_path_factory.mktemp("other") / "tiny.gguf"
     return tiny_gguf.write_gguf(path, tiny_gguf.TinyModel(n_layers=1, seed=3))
+
+
+def ids_of(path):
+    return tokens(session.read(path).history, 0).tolist()
 
 
 def told(done) -> dict:
@@ -116,7 +121,13 @@ def refused(done, path, code, *parts):
 @pytest.mark.slow
 def test_what_does_not_fit_is_refused_and_stays(go, prefilled, other):
     kept = prefilled.read_bytes(), prefilled
-    refused(go("--session", prefilled, "-m", other), kept, 2, "model.weights is ", " here")
+    refused(
+        go("--session", prefilled, "-m", other),
+        kept,
+        2,
+        "made with the model tiny, this is ",
+        "(model.weights differs); use that model (-m)",
+    )
     refused(
         go("--session", prefilled, "--cache_type_k", "f32"), kept, 2, "type_k is f16", "f32 here"
     )
@@ -131,7 +142,7 @@ def test_what_is_damaged_is_refused_and_stays(go, prefilled, tmp_path):
     refused(go("--session", prefilled), (bytes(data), prefilled), 1, "xxh3-128", "damaged")
     text = tmp_path / "notes.txt"
     text.write_text("no session at all")
-    refused(go("--session", text), (b"no session at all", text), 1, "session")
+    refused(go("--session", text), (b"no session at all", text), 2, "is not a session")
 
 
 @pytest.mark.slow
@@ -142,6 +153,46 @@ def test_a_session_brings_its_settings(go, tmp_path):
     second = go("--quiet", "--session", path, "--json")
     assert json.loads(second.out)["text"] == first.out.decode()
     assert json.loads(second.out)["n_restored"] == 2
+
+
+@pytest.mark.slow
+def test_a_session_remembers_what_a_shift_keeps(kvrt, go, tiny, tmp_path):
+    path, shown = tmp_path / "talk.kv", {}
+    small = ["-c", 32, "--session_all", "--ignore_eos"]
+    begins = ["-p", BOOK[:24], "--session", path, *small]
+    assert go(*begins, "--keep", 4, "-n", 8, prompt=False).code == 0
+    first, kept = ids_of(path), path.read_bytes()
+
+    def goes_on(*flags):
+        path.write_bytes(kept)
+        done = go("--session", path, *small, "-n", 20, *flags, prompt=False)
+        assert done.code == 0, done.err
+        shown.update(json.loads(kvrt("inspect", path, "--json").out)["sequences"][0])
+        return ids_of(path)[:4] == first[:4], done.err
+
+    stays, said = goes_on()
+    assert stays and f"{path}: --keep 4, as the session was left" in said
+    assert shown["policy"] == "name=ContextShift n_keep=4"
+    stays, said = goes_on("--keep", 0)
+    assert not stays and "as the session was left" not in said
+    # A run that shifts nothing forgets nothing.
+    path.write_bytes(kept)
+    assert go("--session", path, *small, "-n", -2, prompt=False).code == 0
+    assert session.read_manifest(path).policies[0]["n_keep"] == 4
+    # A question drops text as the session does, and says so.
+    path.write_bytes(kept)
+    done = kvrt("ask", path, "who?", "-m", tiny, "-n", 1)
+    assert done.code == 0 and "--keep 4, as the session was left" in done.err
+    sinks = ["--policy", "attention_sinks", "--n_sink", 2, "--n_window", 20]
+    path.unlink()
+    assert go(*begins, *sinks, "-n", 8, prompt=False).code == 0
+    kept = path.read_bytes()
+    stays, said = goes_on()
+    assert "--policy attention_sinks --n_sink 2 --n_window 20, as the session was left" in said
+    assert len(ids_of(path)) <= 22 and "AttentionSinks" in shown["policy"]
+    # The command says otherwise.
+    _, said = goes_on("--context_shift")
+    assert "as the session was left" not in said and "ContextShift" in shown["policy"]
 
 
 def test_a_folder_that_is_not_there(go, tmp_path):
@@ -191,6 +242,8 @@ def test_chunks_are_taken_over_when_asked(go, tmp_path):
     on = go("--tokens", two, *words, "--reuse_chunks", prompt=False)
     assert told(off)["n_recomputed"] == 90 and "(see --reuse_chunks)" in off.err
     assert told(on)["n_recomputed"] == 3 and "approximate from token 12 on" in on.err
+    assert told(on)["approximations"] == [{"by": "reuse_chunks", "from_token": 12}]
+    assert told(off)["approximations"] == []
     for n in (88, 1):
         # The exact rows take the place of the others.
         assert told(go("--tokens", two, *words, prompt=False))["n_recomputed"] == n

@@ -139,7 +139,7 @@ class PlainSeq:
         n_free = n_ctx - n_others - len(self.rows)
         if self.policy is None or self.fits(n_free, n_past) >= n_new:
             return
-        if self.cell.rope == "write" and self.cell.dtype not in FLOATS:
+        if self.cell.rope == "write" and self.cell.dtype != "f32":
             n_new = max(n_new, -(-(n_past - self.policy.n_keep) // 4))
         while self.fits(n_free, n_past) < n_new:
             first, n = self.policy.n_keep, self.n_dropped(n_past, n_new)

@@ -40,6 +40,14 @@ def test_python_methods_helpers_and_json():
     )
 
 
+def test_what_hugging_faces_renderer_defines():
+    marked = "a {%- generation %} {%- set x = 1 %}b{{ x }} {%- endgeneration -%} \nc{{ x }}"
+    assert render(marked) == "ab1c"
+    assert render("{{ tools is none and documents is none }} {{ tools is iterable }}") == (
+        "True False"
+    )
+
+
 @pytest.mark.parametrize(
     ("template", "words"),
     [

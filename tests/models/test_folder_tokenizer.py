@@ -99,6 +99,39 @@ def test_byte_level_round_trip_and_stream(bpe_tokenizer, text):
     assert "".join(map(stream.push, ids)) + stream.flush() == text
 
 
+def test_an_ordinary_token_that_is_spelled_like_an_end(tmp_path):
+    tokenizer = byte_level()
+    tokenizer.add_tokens(["</s>", "<|file_sep|>"])
+    tokenizer.add_special_tokens(["<EOT>"])
+    write(tmp_path, tokenizer, config={"eos_token_id": 438})
+    found = tokenizer_from_folder(tmp_path)
+    ends = {found.vocab.texts[i] for i in found.eos_ids}
+    assert ends == {"<|endoftext|>", "<|im_end|>", "<|file_sep|>", "<EOT>"}
+    assert found.decode(found.encode("a</s>b")) == "a</s>b"
+    (tmp_path / "config.json").write_text('{"eos_token_id": 442}')
+    found = tokenizer_from_folder(tmp_path)
+    assert found.vocab.texts[442] == "</s>" and 442 in found.eos_ids
+
+
+def test_added_tokens_beyond_the_embedding_are_ignored(tmp_path):
+    tokenizer = byte_level()
+    n_rows = tokenizer.get_vocab_size()
+    tokenizer.add_special_tokens(["<image>"])
+    tokenizer.add_tokens(["<sound>"])
+    write(tmp_path, tokenizer)
+    whole = tokenizer_from_folder(tmp_path)
+    found = whole.for_embedding(n_rows)
+    assert (whole.n_vocab, found.n_vocab, found.digest) == (n_rows + 2, n_rows, whole.digest)
+    assert found.encode("a <image> b") == whole.encode("a <image> b")  # as text
+    for text, i in [("a <image>", n_rows), ("a <sound>", n_rows + 1)]:
+        with pytest.raises(UsageError, match=rf"has the token '<\w+>', id {i}, .* {n_rows} rows"):
+            found.encode(text, parse_special=True)
+    with pytest.raises(BadToken):
+        found.decode([n_rows])
+    with pytest.raises(BadModelFile, match="different models"):
+        whole.for_embedding(n_rows - 5)  # a word of the vocabulary
+
+
 def test_sentencepiece_folder(tmp_path):
     write(tmp_path, spm(), tokenizer_config={"bos_token": "<s>", "eos_token": "</s>"})
     tokenizer = tokenizer_from_folder(tmp_path)

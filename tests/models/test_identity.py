@@ -28,7 +28,7 @@ def model(tmp_path_factory):
 def test_an_opened_and_a_loaded_model_are_the_same(model):
     opened = load.open_model(model)
     assert opened.identity == opened.wait().identity
-    assert set(opened.identity) == {"arch", "tokenizer", "decoder", "weight_type"}
+    assert set(opened.identity) == {"name", "arch", "tokenizer", "decoder", "weight_type"}
     assert opened.identity["arch"] == "llama"
     assert opened.identity["tokenizer"] == load.open_tokenizer(model).digest
 

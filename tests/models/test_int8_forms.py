@@ -1,4 +1,4 @@
-"""Which form of an eight-bit product is taken: measured once a machine, kept in a file."""
+"""Which form of an eight-bit product is taken: by processor, or as measured and kept in a file."""
 
 import json
 from pathlib import Path
@@ -6,9 +6,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from kvrt_models.layers.int8 import FORMS, Forms
-from kvrt_models.weights import forms
+from kvrt_models import load
+from kvrt_models.layers.int8 import FORMS, Forms, Int8Matrix
+from kvrt_models.weights import forms, loading
 from kvrt_models.weights.forms import forms_line, limits_of, measured_forms
+from tests.peer import tiny_gguf
 
 FOUND = Forms(whole=((11, "int8"), (64, "bf16"), (1 << 30, "f32")), pieces=((1 << 30, "int8"),))
 
@@ -38,6 +40,32 @@ def test_a_form_is_taken_up_to_its_limit():
     assert FOUND.of(4096, in_pieces=True) == "int8"
 
 
+@pytest.mark.parametrize(
+    ("flags", "most"), [("fma avx2 avx512_vnni", 64), ("avx_vnni", 64), ("fma avx2", 6), ("", 6)]
+)
+def test_without_a_measurement_the_processor_decides(monkeypatch, flags, most):
+    monkeypatch.setattr(forms, "_features", flags.split)
+    found = forms.forms_by_processor()
+    assert found.of(most, in_pieces=False) == "int8" != found.of(most + 1, in_pieces=False)
+
+
+def test_a_start_measures_nothing_and_takes_what_doctor_kept(
+    tmp_path: Path, measured, monkeypatch: pytest.MonkeyPatch
+):
+    spec = tiny_gguf.TinyModel(n_layers=1)
+    path = tiny_gguf.write_gguf(tmp_path / "tiny.gguf", spec)
+    monkeypatch.setenv("KVRT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(loading, "_LEAST_CHOSEN", 0)
+
+    def taken() -> set[Forms]:
+        opened = load.open_model(path, dtype="int8")
+        return {x.forms for x in opened.weights.shapes.values() if isinstance(x, Int8Matrix)}
+
+    assert taken() == {forms.forms_by_processor()} and not measured
+    measured_forms(tmp_path / "cache")
+    assert taken() == {FOUND} and len(measured) == 1
+
+
 def test_what_was_measured_is_kept(tmp_path: Path, measured: list[None]):
     assert [measured_forms(tmp_path / "cache") for _ in range(3)] == [FOUND] * 3
     assert len(measured) == 1
@@ -58,7 +86,7 @@ def test_a_damaged_file_is_measured_again_and_said(tmp_path: Path, measured, spo
     measured_forms(tmp_path)
     (path,) = tmp_path.iterdir()
     path.write_text(spoil(json.loads(path.read_text())))
-    with pytest.warns(UserWarning, match="damaged; eight-bit products are measured again"):
+    with pytest.warns(UserWarning, match="damaged; kvrt doctor measures eight-bit products again"):
         assert measured_forms(tmp_path) == FOUND
     assert measured_forms(tmp_path) == FOUND
     assert len(measured) == 2

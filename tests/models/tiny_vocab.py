@@ -62,9 +62,10 @@ def draw_text(rng: random.Random, *, ascii_only: bool = False) -> str:
     return "".join(rng.choice(atoms) for _ in range(rng.randint(1, 12)))
 
 
-def write_llama(path: Path, metadata: dict) -> None:
-    """A llama of one layer with random weights around a vocabulary, for a live peer."""
-    n_vocab, n_embd, n_ff = len(metadata["tokenizer.ggml.tokens"]), 32, 64
+def write_llama(path: Path, metadata: dict, n_rows: int | None = None) -> None:
+    """A llama of one layer with random weights around a vocabulary; `n_rows` of its embedding."""
+    n_vocab = n_rows or len(metadata["tokenizer.ggml.tokens"])
+    n_embd, n_ff = 32, 64
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(1)
     writer.add_context_length(512)

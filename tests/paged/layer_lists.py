@@ -3,7 +3,7 @@
 from kvrt.paged.layout.groups import LayerCache
 from kvrt.state_arrays import StateArray
 
-# A layer's block of reference/oracle-paged.md: 16 tokens, K and V of 4 heads of 64, two bytes each.
+# A layer's block of the oracle's lists: 16 tokens, K and V of 4 heads of 64, two bytes each.
 U = 16 * 2 * 64 * 4 * 2
 
 

@@ -169,6 +169,19 @@ def test_another_ones_file_is_refused_and_left_alone(path, made, told):
     BlockFile(path, N, 8, b"model").close()  # the lock is free again
 
 
+def test_a_file_of_before_is_taken_over_and_bound(path):
+    first = BlockFile(path, N, 8, b"older")
+    write_three(first)
+    first.close()
+    taken = BlockFile(path, N, 8, b"model", b"oldest", b"older")
+    assert np.array_equal(read(taken, 2, b"name2"), block(2))
+    taken.close()
+    for other in ((b"older",), (b"other", b"older")):
+        with pytest.raises(BadConfig, match="another model"):
+            BlockFile(path, N, 8, *other)
+    BlockFile(path, N, 8, b"model").close()
+
+
 def test_names_have_their_own_size(path):
     file = BlockFile(path, N, 8, b"model", n_name=3)
     assert file.write(0, b"abc", block(0)) and file.n_name == 3

@@ -31,7 +31,7 @@ def test_each_head_keeps_and_gives_what_its_list_does(parts):
         at = slice(start, start + n)
         q, k, v = (jnp.asarray(x[at], jnp.float32) for x in rows[:3])
         pos = jnp.arange(start, start + n, dtype=jnp.int32)
-        state, out = many(state, (q, k, v, pos), jnp.int32(n))
+        state, (out, _) = many(state, (q, k, v, pos), jnp.int32(n))
         outs.append(np.asarray(out))
         start += n
     found, kept, group = np.concatenate(outs), positions_kept(spec, state), 2

@@ -39,7 +39,6 @@ def stays(scores, policy):
     return [sorted(np.argsort(-x, kind="stable")[: policy.budget].tolist()) for x in worth]
 
 
-@pytest.mark.slow
 def test_it_keeps_what_the_repetition_attends_to():
     model = RowModel()
     runtime = Runtime(model, CONFIG, policy=POLICY)

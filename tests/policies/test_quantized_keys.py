@@ -56,8 +56,8 @@ def evicted(at, n_window, n):
     return before, error(at)
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_evictions_of_quantized_keys_are_batched(kind):
+@pytest.mark.parametrize("kind", ["int8", "int4", "bf16", "f16"])
+def test_evictions_of_rounded_keys_are_batched(kind):
     """The bound on the error, and the bounds on the cells held, of a window of 32."""
     at = runtime(kind, 32)
     before, after = evicted(at, 32, 100)
@@ -67,7 +67,7 @@ def test_evictions_of_quantized_keys_are_batched(kind):
 
 
 def test_evictions_of_exact_keys_stay_single():
-    for kind, mode in (("f32", "write"), ("int8", "read")):
+    for kind, mode in (("f32", "write"), ("int8", "read"), ("bf16", "read")):
         at = runtime(kind, 32, mode)
         before, after = evicted(at, 32, 20)
         assert {d.n_dropped for d in at.stats().drops} == {1}

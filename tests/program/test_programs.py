@@ -80,10 +80,12 @@ def test_what_is_ahead_is_compiled_before_it_is_wanted():
     said = []
     runtime.prepare(40, request, progress=lambda *n: said.append(n))
     # What a test before this one has compiled may come from a disk.
-    assert [x[:2] for x in said] == [(i, 3) for i in range(4)]
-    # The decode step may still be on its way.
+    assert [x[:2] for x in said] == [(i, 4) for i in range(4)]
+    # The decode step is still on its way, and counted.
     assert sorted(key[0] for key in runtime.programs.compiled()) == ["forward", "forward", "sample"]
     before = runtime.programs.compiled()
+    runtime.programs.wait(lambda *n: said.append(n))
+    assert [x[:2] for x in said[4:]] == [(3, 4), (4, 4)] and not runtime.programs.n_pending
     runtime.append([1] * 40)
     list(runtime.generate(5, stop_ids=(3,), n_best=2))
     after = runtime.programs.compiled()

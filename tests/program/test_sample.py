@@ -65,7 +65,7 @@ def test_frequencies_follow_the_tempered_softmax():
     logits = jnp.asarray([[0.0, 1.0, 2.0, -1.0]])
     n, temp = 4000, 0.7
     sampler = sample.create(Sampling(temp=temp, seed=7), [[]] * n)
-    sampler = dataclasses.replace(sampler, n_sampled=np.arange(n, dtype=np.int32))
+    sampler = dataclasses.replace(sampler, n_sampled=np.arange(n, dtype=np.uint32))
     tokens, _ = draw(jnp.broadcast_to(logits, (n, 4)), sampler)
     share = np.bincount(np.asarray(tokens), minlength=4) / n
     expected = np.asarray(jax.nn.softmax(logits[0] / temp))
@@ -85,6 +85,20 @@ def test_a_seed_repeats_and_another_differs():
     assert run(3) == run(3)
     assert run(3) != run(4)
     assert len(set(run(3))) > 1
+
+
+def test_random_numbers_go_on_behind_2_to_the_31_tokens():
+    logits, seen = jnp.zeros((1, V)), []
+    sampler = sample.create(Sampling(temp=1, seed=3), [[]], n_sampled=2**31 - 2)
+    for _ in range(4):
+        _, sampler = draw(logits, sampler)
+        seen.append(int(sampler.n_sampled[0]))
+    assert seen == [2**31 - 1, 2**31, 2**31 + 1, 2**31 + 2]
+    again, _ = draw(logits, sample.create(Sampling(temp=1, seed=3), [[]], n_sampled=2**31 + 2))
+    token, _ = draw(logits, sampler)
+    assert int(again[0]) == int(token[0])
+    first = sample.create(Sampling(), [[]], n_sampled=2**32 + 5)
+    assert first.n_sampled.tolist() == [5]
 
 
 def test_a_row_draws_what_it_draws_alone():

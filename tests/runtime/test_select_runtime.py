@@ -10,6 +10,7 @@ from kvrt.errors import BadConfig
 from kvrt.program.labels.arrays import label_plan
 from kvrt.runtime.heavy_channels import heavy_channels, read_channels, write_channels
 from kvrt.select_spec import DoubleSparsity, Quest
+from tests.marks import slow
 from tests.toys import ToyLm
 
 TOKENS = np.random.default_rng(0).integers(0, 64, 400).tolist()
@@ -45,8 +46,7 @@ def check_labels(runtime):
     return np.asarray(logits)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("select", [QUEST, SPARSE], ids=["quest", "double_sparsity"])
+@pytest.mark.parametrize("select", [QUEST, slow(SPARSE)], ids=["quest", "double_sparsity"])
 def test_labels_follow_writes_removals_moves_and_copies(select):
     runtime = runtime_of(select)
     runtime.prefill(TOKENS[:200])

@@ -13,6 +13,7 @@ from kvrt.reuse.blend import BlendSpec
 from kvrt.upkeep.sharded import shift_buffers
 from tests.runtime.alongside import TEXT, read, run_history
 from tests.sharedlm import CLA2, CLA3, UNEVEN, D, Dense, SharedLm, mlkv_map
+from tests.toys import RowModel, allclose
 
 WINDOW = MaskSpec(kind="window", size=9)
 # Windowed layers read windowed ones, as in Gemma 3n and 4.
@@ -176,3 +177,23 @@ def test_a_blend_checks_where_nothing_is_parted():
     for layer, says in ((0, "lies between layer 0 and layer 1"), (1, "has none to compare")):
         with pytest.raises(BadConfig, match=says):
             at.blend([chunk], TEXT[10:12], BlendSpec(check_layer=layer))
+
+
+class Reader(RowModel):
+    """Layer 1 reads what layer 0 keeps, for the tokens alone whose logits are asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.groups = (GroupSpec.from_map((0, 0), **{**GROUP, "head_dim": 8}),)
+
+    def __call__(self, tokens, attend, out_ids):
+        q, k, v = (x[...][tokens] for x in (self.q, self.k, self.v))
+        attend(0, q, k, v)
+        return attend.for_tokens(out_ids)(1, q[out_ids], None, None).reshape(-1, self.n_vocab)
+
+
+@pytest.mark.slow
+def test_layers_that_read_others_run_for_no_tokens_at_all():
+    """Steps before a prompt's last ask for no logits."""
+    whole, parts = (Runtime(Reader(), CacheConfig(n_ctx=32, n_ubatch=n)) for n in (16, 4))
+    allclose(parts.prefill(TEXT[:11]), whole.prefill(TEXT[:11]))

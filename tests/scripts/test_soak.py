@@ -1,14 +1,18 @@
 """The soak: units repeat by seed and name, failures are told, counts go on from a ledger."""
 
+import dataclasses
 import json
+import os
 import re
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from scripts.soak import grids, machines, matrix, soaking, units
+from scripts.soak import courses, grids, kills, machines, matrix, soaking, units
 from scripts.soak import ledger as ledgers
 from scripts.soak.machines import Budget, Machine
 from tests.matrix.axes import Cell
@@ -146,3 +150,28 @@ def test_cells_of_the_matrix_are_those_with_most_new_triples(monkeypatch):
     )
     assert matrix.run_cell(Cell()).endswith("plain: different : by 1")
     assert len(matrix.run(0, [], False)[0]) == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
+def test_kills_tell_of_a_loss(tmp_path):
+    course = courses.SessionCourse(SimpleNamespace(folder=tmp_path), "run_all")
+    log = [(1.0, "read", 100), (2.0, "sampled", 3)]
+    end = courses.End(signal.SIGTERM, 40.0, log, 143, b"", b"", 1)
+    assert course.check(end) == [
+        "100 tokens were read, 0 are saved",
+        "3 tokens were sampled, 0 are saved",
+    ]
+    killed = dataclasses.replace(end, number=signal.SIGKILL, code=-9)
+    assert course.check(killed) == ["SIGKILL has cost 39.0 s"] and courses.problems(killed) == []
+    unheard = dataclasses.replace(end, code=-15, err=b"Traceback")
+    assert courses.problems(unheard) == ["exit code -15", "a traceback"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
+def test_a_few_kills_lose_nothing(tmp_path):
+    found = kills.kill_all(tmp_path, 4, 0, ["run_all"])
+    assert found["losses"] == [] and found["signals"] == dict.fromkeys(SIGNALS, 1)
+
+
+SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGKILL")

@@ -26,19 +26,22 @@ def test_every_request_gets_what_it_gets_alone(kind, mode):
 
 def test_a_cancelled_sample_leaves_the_others():
     at = engine("full", "paged")
+    before = at.stats().finished
     request = ask("s", [1, 2, 3], 6, n=3, sampling=Sampling(temp=1, seed=5))
     at.add_request(request)
     at.step()
     at.step()
     at.cancel("s", 1)
+    at.cancel("s", 2, reason="stop")
     with pytest.raises(BadRequest, match="'s', sample 1, is not being served"):
         at.cancel("s", 1)
     got = {}
     while at.has_work:
         for out in at.step():
             got.setdefault(out.sample, []).append(out.finish_reason)
-    assert got[1] == ["cancelled"]
-    assert [got[i][-1] for i in (0, 2)] == ["length", "length"]
+    assert (got[0][-1], got[1], got[2]) == ("length", ["cancelled"], ["stop"])
+    ended = {why: n - before[why] for why, n in at.stats().finished.items()}
+    assert ended == {"stop": 1, "length": 1, "cancelled": 1, "error": 0}
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from plainspace import PlainSpace, Served
 from prometheus_client import CollectorRegistry, Gauge
 
 from kvrt.cli.report import metrics as metrics_table
-from kvrt.errors import BadConfig, SaveError
+from kvrt.errors import BadConfig, SaveError, UsageError
 from kvrt.paged.residency import Histogram, Residency
 from kvrt.serving import prometheus
 from kvrt.serving.metrics import EngineStats, Metrics, PoolUse, TierUse
@@ -177,7 +177,27 @@ def test_a_file_is_written_as_a_whole(tmp_path, monkeypatch):
     with pytest.raises(SaveError, match="no space left on device"):
         prometheus.write_metrics(path, Metrics().snapshot(n_running=0, n_waiting=0))
     assert path.read_text() == prometheus.exposition(report)
-    assert [p.name for p in tmp_path.iterdir()] == ["kvrt.prom"]
+    # The lock is no half-written file.
+    assert {p.name for p in tmp_path.iterdir()} == {"kvrt.prom", ".kvrt.prom.lock"}
+
+
+def test_metrics_replace_no_other_file(tmp_path):
+    path = tmp_path / "o.jsonl"
+    path.write_text('{"id": "a"}\n')
+    with pytest.raises(UsageError, match="is not a file of kvrt's metrics and stays as it is"):
+        prometheus.write_metrics(path, full_report())
+    assert path.read_text() == '{"id": "a"}\n'
+
+
+def test_metrics_follow_a_link_and_can_be_read_by_others(tmp_path):
+    real, link = tmp_path / "real.prom", tmp_path / "link.prom"
+    link.symlink_to(real)
+    for _ in range(2):
+        prometheus.write_metrics(link, full_report())
+    assert link.is_symlink() and real.read_text() == prometheus.exposition(full_report())
+    umask = os.umask(0)
+    os.umask(umask)
+    assert real.stat().st_mode & 0o777 == 0o666 & ~umask
 
 
 def test_people_get_a_table():

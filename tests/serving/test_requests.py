@@ -65,7 +65,7 @@ def test_a_parameter_that_is_no_number_is_refused(name):
         ({"tokens": (1, 100)}, r"token 100 is not in \[0, 100\)"),
         ({"tokens": (-1, 3)}, "token -1 is not"),
         ({"stop_ids": (7, 100)}, "stop id 100 is not"),
-        ({"n_predict": 63}, "need 65 positions, the model has 64"),
+        ({"n_predict": 63}, "need 65 positions, the cache has n_ctx = 64 .* raise that"),
         ({"n_predict": 31}, "need room for 33 tokens, the cache holds 32"),
         ({"id": "b"}, "request 'b' is being served already"),
         ({"id": "b\nc"}, r"request 'b\\nc' is being served already"),

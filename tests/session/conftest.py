@@ -39,7 +39,7 @@ def plain(monkeypatch):
     """Plain files instead of Orbax's, and no waiting for the disk: saves are quick."""
     from kvrt.errors import BadSession
     from kvrt.session.kv_file import blobs
-    from kvrt.session.orbax import folder, write
+    from kvrt.session.orbax import rows, write
 
     def save(path, tree):
         path.mkdir()
@@ -61,5 +61,5 @@ def plain(monkeypatch):
         return out
 
     monkeypatch.setattr(write, "write_checkpoint", save)
-    monkeypatch.setattr(folder, "_read_rows", read_rows)
+    monkeypatch.setattr(rows, "read_rows", read_rows)
     monkeypatch.setattr(os, "fsync", lambda fd: None)

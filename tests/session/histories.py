@@ -1,5 +1,7 @@
 """What runtimes are put through before they are saved."""
 
+import dataclasses
+
 import numpy as np
 from toys import HybridLm, ToyLm
 
@@ -34,6 +36,16 @@ def plain(runtime):
 
 def forked(runtime):
     runtime.append(tokens(20))
+    runtime.seq_cp(0, 1)
+    runtime.append(tokens(5, seed=1), 1)
+    runtime.append(tokens(7, seed=2), 0)
+
+
+def aged(runtime):
+    """As `forked`, in a runtime that has seen almost 2^31 tokens."""
+    runtime.append(tokens(20))
+    host = runtime._cache.host
+    host.history = dataclasses.replace(host.history, n_marks=2**31 - 4)
     runtime.seq_cp(0, 1)
     runtime.append(tokens(5, seed=1), 1)
     runtime.append(tokens(7, seed=2), 0)

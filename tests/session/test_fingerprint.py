@@ -296,3 +296,14 @@ def test_a_numbered_schema_has_all_fields(tmp_path, at):
     path = forged(tmp_path / "x.kv", change)
     with pytest.raises(errors.BadSession, match="the fingerprint does not tell"):
         kv_file.read(path)
+
+
+def test_a_models_name_decides_nothing_and_is_told_where_models_differ():
+    one, other = (described(identity={"name": n, "tokenizer": n}) for n in ("gemma", "smollm"))
+    with pytest.raises(
+        errors.SessionMismatch, match=r"made with the model gemma, this is smollm .*-m"
+    ):
+        fingerprint.check_match(one, other, convert=False)
+    renamed = described(identity={"name": "copy", "tokenizer": "gemma"})
+    fingerprint.check_match(one, renamed, convert=False)
+    assert fingerprint.digest(one) == fingerprint.digest(renamed)

@@ -1,5 +1,6 @@
 """Sessions in a folder: the same content, and from eight devices onto one, two and four."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -51,6 +52,17 @@ def test_a_save_that_was_stopped_leaves_the_older_one(tmp_path, monkeypatch):
     new = snapshot(n_cells=(60,))
     session.save(path, new)
     assert_equal(session.read(path), new)
+    assert len(list(path.glob("rows-*"))) == 1
+
+
+def test_a_session_that_a_reader_would_refuse_replaces_none(tmp_path, plain):
+    path, old = tmp_path / "x.kvd", snapshot(n_cells=(40,))
+    session.save(path, old, "folder")
+    wrong = snapshot(n_cells=(50,))
+    wrong = dataclasses.replace(wrong, history=dataclasses.replace(wrong.history, n_marks=5))
+    with pytest.raises(errors.SaveError, match="cannot be read again"):
+        session.save(path, wrong)
+    assert_equal(session.read(path), old)
     assert len(list(path.glob("rows-*"))) == 1
 
 

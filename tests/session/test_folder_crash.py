@@ -9,7 +9,7 @@ import pytest
 from snapshots import assert_equal, snapshot
 
 from kvrt import errors, session
-from kvrt.session.orbax import folder, write
+from kvrt.session.orbax import rows, write
 
 
 class Killed(BaseException):
@@ -146,14 +146,14 @@ def test_nobody_else_can_enter_what_is_being_written(tmp_path, monkeypatch):
 def test_a_save_beside_a_read_gives_it_the_new_session(tmp_path, monkeypatch, plain):
     path, old, new = tmp_path / "x.kvd", snapshot(n_cells=(40,)), snapshot(n_cells=(50,))
     session.save(path, old, "folder")
-    real = folder._read_rows
+    real = rows.read_rows
 
     def read_rows(*args):
-        monkeypatch.setattr(folder, "_read_rows", real)
+        monkeypatch.setattr(rows, "read_rows", real)
         session.save(path, new)
         return real(*args)
 
-    monkeypatch.setattr(folder, "_read_rows", read_rows)
+    monkeypatch.setattr(rows, "read_rows", read_rows)
     assert_equal(session.read(path), new)
 
 

@@ -72,12 +72,12 @@ def bomb(path):
 
 def said(path, change):
     """Changes the manifest of a folder, with a digest that holds."""
-    head, _, body = (path / folder.INDEX).read_bytes().partition(b"\n")
+    head, _, body = (path / folder.FOLDER_INDEX).read_bytes().partition(b"\n")
     values = json.loads(body)
     change(values)
     body = json.dumps(values).encode()
     digest = hashlib.sha256(body).hexdigest().encode()
-    (path / folder.INDEX).write_bytes(head[: -len(digest)] + digest + b"\n" + body)
+    (path / folder.FOLDER_INDEX).write_bytes(head[: -len(digest)] + digest + b"\n" + body)
 
 
 def wide_heads(values):
@@ -141,6 +141,24 @@ def test_hostile_folders_are_refused_by_a_process_that_lives(sound, tmp_path, na
         assert text.startswith(f"{path}: "), (name, line)
         assert int(n_kb) < 64 << 10, (name, line)
         assert SAID.get(name, "damaged") in line, (name, line)
+
+
+@pytest.mark.slow
+def test_hostile_folders_are_repaired_within_memory(sound, tmp_path):
+    """What a manifest claims and no file holds takes no memory."""
+    code = CHILD.replace("session.read(path)", "repaired(path)").replace(
+        "import errors, session", "import errors; from kvrt.session.change.repair import repaired"
+    )
+    paths = [tmp_path / name.replace(" ", "-") for name in ("wide heads", "many cells", "a bomb")]
+    for path in paths:
+        shutil.copytree(sound[0], path)
+        HOSTILE[path.name.replace("-", " ")](path)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *paths], capture_output=True, text=True, timeout=240
+    )
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and len(lines) == 3, done.stderr
+    assert "64 times as many at most" in lines[0] and lines[2] == "read"
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The `.kv` file: it holds what was saved, and whatever is done to it, it never says otherwise."""
 
+import dataclasses
 import os
 import stat
 import time
@@ -103,6 +104,27 @@ def test_a_file_that_is_no_session_stays_as_it_is(tmp_path):
     with pytest.raises(errors.SaveError, match="is no session and stays as it is"):
         session.save(tmp_path / "notes.txt", snapshot())
     assert (tmp_path / "notes.txt").read_text() == "dear diary"
+
+
+def test_a_session_that_a_reader_would_refuse_replaces_none(tmp_path):
+    """Written anew, and behind an older session of the same beginning."""
+    path, short = tmp_path / "x.kv", snapshot(n_cells=(1024,))
+    session.save(path, short)
+    data = path.read_bytes()
+    for n in (1200, 40):
+        wrong = snapshot(n_cells=(n,), seed=n == 40)
+        wrong = dataclasses.replace(wrong, history=dataclasses.replace(wrong.history, n_marks=5))
+        with pytest.raises(errors.SaveError, match=r"x\.kv: what .* cannot be read again: .* mark"):
+            session.save(path, wrong)
+        assert path.read_bytes() == data
+        assert sorted(x.name for x in tmp_path.iterdir()) == [".x.kv.lock", "x.kv"]
+
+
+def test_more_than_2_to_the_31_sampled_tokens_are_saved(tmp_path):
+    taken = snapshot()
+    draws = {0: dataclasses.replace(taken.draws[0], n_drawn=2**40)}
+    session.save(tmp_path / "x.kv", dataclasses.replace(taken, draws=draws))
+    assert session.read(tmp_path / "x.kv").draws == draws
 
 
 # --- damage --------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """The index of a folder of sessions: what it finds, and what it does not believe."""
 
 import contextlib
+import dataclasses
+import json
 import os
 import sqlite3
 import stat
@@ -12,10 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from libraries import F, best, change, line, names, put
+from snapshots import snapshot
 
+from kvrt import session
+from kvrt.cli.main import main
 from kvrt.errors import BadSession, KvrtError, UsageError
+from kvrt.files import atomic
 from kvrt.reuse.diff import common_prefix
-from kvrt.session.library import index
+from kvrt.runtime.chunks.chunk import CachedChunk
+from kvrt.runtime.chunks.store import ChunkStore
+from kvrt.session.library import index, stored
 from kvrt.session.library.library import BLOCK, Content, Library, Synced
 
 # --- finding ----------------------------------------------------------------------------------
@@ -129,6 +137,135 @@ def test_prune_leaves_files_that_changed(library):
     assert library.sync().unindexed == ("a.kv",)
 
 
+@pytest.mark.parametrize("moment", ["before", "under", "while"])
+def test_prune_leaves_a_session_that_is_saved_while_it_runs(library, monkeypatch, moment):
+    for name in ("a.kv", "b.kv", "c.kv"):
+        put(library, name, [1], n_bytes=100)
+    path, remove = library.folder / "a.kv", atomic.remove
+    held = contextlib.ExitStack()
+
+    def save_first(gone, is_unchanged):
+        if gone != path:
+            return remove(gone, is_unchanged)
+        if moment == "before":
+            path.write_bytes(b"saved again")
+        elif moment == "while":
+            held.enter_context(atomic.locked(path))
+        else:
+            real = is_unchanged
+
+            def is_unchanged():
+                path.write_bytes(b"saved again")
+                return real()
+
+        return remove(gone, is_unchanged)
+
+    monkeypatch.setattr(atomic, "remove", save_first)
+    with held:
+        assert names(library.prune(200)) == ["b.kv"]
+        assert path.exists()
+    # Neither its file nor that of its lock is left of one that is deleted.
+    assert not [x for x in os.listdir(library.folder) if "b.kv" in x]
+
+
+def test_a_folder_session_is_indexed_and_pruned_like_a_file(library):
+    for name in ("a.orbax", "b.orbax"):
+        (library.folder / name / "rows-000001").mkdir(parents=True)
+        (library.folder / name / "rows-000001" / "part-0").write_bytes(b"x" * 90)
+        (library.folder / name / stored.FOLDER_INDEX).write_bytes(b"x" * 10)
+    (library.folder / "neither").mkdir()
+    assert library.sync().unindexed == ("a.orbax", "b.orbax")
+    seen = []
+
+    def read(path):
+        seen.append(path.name)
+        return Content(fingerprint=F, tokens=[1, 2], n_bytes=stored.bytes_on_disk(path))
+
+    assert sorted(library.rebuild(read).added) == sorted(seen) == ["a.orbax", "b.orbax"]
+    assert [e.n_bytes for e in library.entries()] == [100, 100]
+    library.touch(Path("a.orbax"))
+    assert best(library, [1, 2]) == ("a.orbax", 2)
+    assert names(library.prune(100)) == ["b.orbax"]
+    assert sorted(os.listdir(library.folder)) == ["a.orbax", index.NAME, "neither"]
+    # Each save replaces the index of a folder.
+    (library.folder / "a.orbax" / stored.FOLDER_INDEX).write_bytes(b"saved again")
+    assert library.prune(0) == () and library.sync().unindexed == ("a.orbax",)
+
+
+def test_ls_and_prune_count_folder_sessions(library, plain, capfd):
+    path, file = library.folder / "x.orbax", library.folder / "y.kv"
+    session.save(path, snapshot(), "folder")
+    session.save(file, snapshot())
+    os.utime(path / stored.FOLDER_INDEX, (5, 5))
+    assert main(["ls", str(library.folder), "--json"]) == 0
+    found = {Path(e["path"]).name: e for e in json.loads(capfd.readouterr().out)}
+    assert found["x.orbax"]["n_tokens"] == found["y.kv"]["n_tokens"] == 40
+    assert found["x.orbax"]["n_bytes"] == stored.bytes_on_disk(path) > 5_000
+    assert found["x.orbax"]["used_ns"] == 5 * 10**9, "a list of sessions is no use of them"
+    with atomic.locked(path):
+        assert main(["prune", str(library.folder), "--budget", "0", "--json"]) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert [Path(e["path"]).name for e in told["deleted"]] == ["y.kv"]
+    assert [e["why"] for e in told["kept"]] == ["saved by another process meanwhile"]
+    assert main(["prune", str(library.folder), "--budget", "0", "--quiet"]) == 0
+    assert os.listdir(library.folder) == [index.NAME]
+
+
+def test_a_chunk_is_found_whatever_the_index_says(library, monkeypatch):
+    store = ChunkStore(library.folder)
+    taken = dataclasses.replace(snapshot(), draws={}, logits={}, ga_i={})
+    ids = taken.history.pieces[0][0][1].tolist()
+    path = store.add(taken.fingerprint, CachedChunk(snapshot=taken))
+    change(library, "DELETE FROM sessions")  # `kvrt ls` of a folder that was restored, say
+    assert store.find_stored(taken.fingerprint, ids) is not None
+    assert names(library.entries()) == [path.name]
+
+    def busy(*_, **__):
+        raise KvrtError("the index was in use by others")
+
+    monkeypatch.setattr(index, "writing", busy)
+    assert store.find_stored(taken.fingerprint, ids) is not None
+
+
+def test_a_rebuild_reads_again_what_was_saved_while_it_read(library, monkeypatch):
+    for name in ("a.kv", "b.kv"):
+        put(library, name, [1])
+    replacing, reads = index.replacing, []
+
+    def read(path):
+        reads.append(path.name)
+        return Content(fingerprint=F, tokens=list(path.read_bytes()), n_bytes=1)
+
+    def saved_first(folder):
+        (folder / "a.kv").write_bytes(b"longer than before")
+        (folder / "c.kv").write_bytes(b"new")
+        return replacing(folder)
+
+    monkeypatch.setattr(index, "replacing", saved_first)
+    library.rebuild(read)
+    assert sorted(reads) == ["a.kv", "a.kv", "b.kv", "c.kv"]
+    assert {e.path.name: e.n_tokens for e in library.entries()} == {
+        "a.kv": 18,
+        "b.kv": 10,
+        "c.kv": 3,
+    }
+
+
+def test_take_in_leaves_what_others_added_meanwhile(library):
+    for name in ("a.kv", "b.kv", "c.kv"):
+        put(library, name, [1, 2])
+    entries = {e.path.name: e for e in library.entries()}
+    library.touch(Path("a.kv"))  # by another process, after the files were looked at
+    (library.folder / "b.kv").write_bytes(b"saved by another process")
+    change(library, "DELETE FROM sessions WHERE name = 'c.kv'")
+    content = Content(fingerprint=F, tokens=[7], n_bytes=10)
+    library.take_in(tuple(entries.values()), dict.fromkeys(entries, content))
+    now = {e.path.name: e for e in library.entries()}
+    assert sorted(now) == ["a.kv", "c.kv"]
+    assert (now["a.kv"].n_tokens, now["c.kv"].n_tokens) == (2, 1)
+    assert now["a.kv"].used_ns > entries["a.kv"].used_ns
+
+
 def test_prune_tells_what_it_cannot_delete(library, monkeypatch):
     put(library, "a.kv", [1])
     put(library, "b.kv", [1])
@@ -170,8 +307,7 @@ def test_looking_at_a_folder_leaves_it_as_it_is(tmp_path):
     assert library.entries() == () and library.best(F, [1, 2]) is None
     assert library.scan().others == library.sync().unindexed == ("note.txt",)
     assert library.prune(0) == () and not list(library.tree(F).leaves())
-    with pytest.raises(UsageError, match="add it first"):
-        library.touch(Path("note.txt"))
+    assert not library.touch(Path("note.txt"))
     after = tmp_path.stat()
     assert os.listdir(tmp_path) == ["note.txt"]
     assert (after.st_mode, after.st_mtime_ns) == (before.st_mode, before.st_mtime_ns)
@@ -254,8 +390,6 @@ def test_what_cannot_be_an_entry_is_refused(library):
     for name in ("missing.kv", "link.kv"):
         with pytest.raises(UsageError, match="is no file in"):
             library.add(Path(name), F, [1], 1)
-    with pytest.raises(UsageError, match="add it first"):
-        library.touch(Path("a.kv"))
     with pytest.raises(UsageError, match="at least 0"):
         library.prune(-1)
     assert library.entries() == ()

@@ -172,6 +172,48 @@ def worker(folder, me, rounds):
     )
 
 
+CROWD = """
+import sys, time
+from pathlib import Path
+from kvrt.session.library import index
+from kvrt.session.library.entries import Content
+from kvrt.session.library.library import Library
+folder, me, seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+library, n, end = Library(folder), 0, time.monotonic() + seconds
+index.WAIT_S = 2.0
+content = Content(fingerprint="f", tokens=[1], n_bytes=10)
+while time.monotonic() < end:
+    if me:
+        path = folder / f"{me}-{n % 40}.kv"
+        path.write_bytes(b"x" * (10 + n))
+        library.add(path, "f", [me, *range(20000)], 10)
+    else:
+        library.sync(), library.prune(10**9), library.rebuild(lambda path: content)
+    library.entries()
+    n += 1
+sys.exit(n < 5)
+"""
+
+
+@pytest.mark.slow
+def test_each_of_six_processes_gets_the_index_in_time(tmp_path, budget):
+    """Five add without a pause; a sixth prunes and rebuilds, for which it needs the index alone."""
+    folder = Library(tmp_path / "sessions").folder
+    six = [
+        subprocess.Popen(
+            [sys.executable, "-c", CROWD, str(folder), str(me), str(budget(5, 15))],
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for me in range(6)
+    ]
+    for process in six:
+        _, error = process.communicate(timeout=120)
+        assert process.returncode == 0, error
+    sound(folder)
+
+
 def sound(folder):
     library = Library(folder)
     library.sync()
@@ -215,7 +257,7 @@ def test_processes_that_are_killed_leave_a_sound_index(tmp_path, budget):
 def test_others_wait_for_a_lock_and_then_say_so(library, monkeypatch):
     put(library, "a.kv", [1])
     monkeypatch.setattr(index, "WAIT_S", 0.05)
-    with index.writing(library.folder):
+    with index.reading(library.folder):
         assert names(library.entries()) == ["a.kv"]
         with pytest.raises(KvrtError) as e:
             library.touch(Path("a.kv"))

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from samples import LONG, PLAIN, SAMPLES, foreign, next_tokens, said, serve, tokens
 
-from kvrt import session
+from kvrt import CacheConfig, Engine, EngineConfig, TierConfig, session
+from kvrt.errors import BadConfig
+from kvrt.policies.scored import H2O
 from kvrt.session.fingerprint import digest
 from kvrt.session.library import index, library
 from kvrt.session.library.library import Library
@@ -73,6 +75,25 @@ def test_other_containers(tmp_path, name):
 def test_blocks_on_a_disk_serve_an_engine(tmp_path):
     folder = shutil.copytree(BEFORE / "tier", tmp_path / "tier")
     assert [*serve(folder)] == expected()["tier"][2:]
+
+
+def open_tier(folder, policy=None, **identity):
+    """An engine on a tier's folder, that of `samples.serve` but for a policy and an identity."""
+    tiers = TierConfig(host_bytes=1 << 16, disk=folder, disk_bytes=1 << 18)
+    config = CacheConfig(n_ctx=64, n_seq_max=2, block_size=4, n_ubatch=16)
+    options = EngineConfig(mode="paged", tiers=tiers, identity=identity)
+    Engine(PLAIN.model(), config, options, policy=policy).close()
+
+
+def test_blocks_of_before_belong_to_who_opens_them_first(tmp_path):
+    folder = shutil.copytree(BEFORE / "tier", tmp_path / "tier")
+    for wrong in ({"policy": H2O(budget=20, interval=8)}, {"version": "of my decoder"}):
+        with pytest.raises(BadConfig, match="blocks of another model"):
+            open_tier(folder, **wrong)
+    open_tier(folder, arch="llama")
+    with pytest.raises(BadConfig, match="blocks of another model"):
+        open_tier(folder)
+    open_tier(folder, arch="llama")
 
 
 @pytest.fixture

@@ -163,15 +163,15 @@ def test_the_check_leaves_no_trace(tmp_path):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["run", "-m", "MISSING", "-p", "a", "--session", "{}/x.kv"],
-        ["run", "-m", "MISSING", "-p", "a", "--session", "{}/" + 250 * "x"],
-        ["prefill", "-m", "MISSING", "-f", "{}/text", "-o", "{}/x.kv"],
+        ["run", "-m", "{}/text", "-p", "a", "--session", "{}/x.kv"],
+        ["run", "-m", "{}/text", "-p", "a", "--session", "{}/" + 250 * "x"],
+        ["prefill", "-m", "{}/text", "-f", "{}/text", "-o", "{}/x.kv"],
         ["fork", "MISSING", "--at", "3", "-o", "{}/x.kv"],
         ["convert", "MISSING", "--to", "f16", "-o", "{}/x.kv"],
     ],
 )
 def test_before_anything_is_loaded(tmp_path, monkeypatch, capsys, arguments):
-    """Neither the model nor the session is there: the place is looked at first."""
+    """The model holds none, the session is not there: the place is looked at first."""
     folder = tmp_path / "shut"
     folder.mkdir()
     (folder / "text").write_text("a")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from snapshots import snapshot
 from kvrt import session
 from kvrt.cellcache.history import TokenHistory
 from kvrt.errors import BadSession, SaveError
+from kvrt.files import atomic
 from kvrt.session.change import replace
 from kvrt.session.change.replace import Change
 
@@ -131,6 +133,36 @@ def test_without_second_names_a_copy_is_kept(tmp_path, monkeypatch):
     path = saved(tmp_path / "a.kv", range(9))
     kept = replace.keep_former(path)
     assert kept.read_bytes() == path.read_bytes() and kept.stat().st_mode == path.stat().st_mode
+
+
+@pytest.mark.parametrize("kind", ["link", "folder"])
+def test_what_a_backup_left_that_failed_stops_no_other(tmp_path, monkeypatch, kind):
+    path = saved(tmp_path / "a.kv", range(9))
+
+    def stopped(*_, **__):
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", stopped)
+        patch.setattr(Path, "unlink", stopped)  # the disk is gone for it as well
+        with pytest.raises(OSError, match="Input/output error"):
+            replace.keep_former(path)
+    left = atomic.temporary(tmp_path / "a.kv~")
+    assert left.samefile(path)
+    if kind == "folder":  # of a backup of a folder session
+        left.unlink()
+        left.mkdir()
+        (left / "part-0").write_bytes(b"x")
+    atomic.check_writable(path)
+    assert replace.keep_former(path).name == "a.kv~"
+    assert not left.exists() and ids_of(tmp_path / "a.kv~") == list(range(9))
+
+
+def test_a_probe_of_a_folder_is_not_stopped_by_what_another_left(tmp_path):
+    path = tmp_path / "a.kv"
+    atomic.temporary(path).write_bytes(b"of a killed process with this number")
+    atomic.check_writable(path)
+    assert [p.name for p in tmp_path.iterdir()] == [atomic.temporary(path).name]
 
 
 def test_what_is_no_session_is_not_kept(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 from histories import (
     EXTEND,
     MODELS,
+    aged,
     dropped,
     forked,
     nothing,
@@ -101,6 +102,7 @@ def goes_on(runtime, path, history, *, sampling=Sampling(), between=nothing):  #
         full("window", plain, nothing, "read", "f32"),
         slow("window", plain, nothing, "write", "bf16"),
         ("full", forked, shift, "write", "f32"),
+        ("full", aged, shift, "write", "f32"),
         full("full", forked, shift, "write", "f16"),
         slow("full", forked, shift, "read", "f16"),
         slow("full", plain, shift, "write", "bf16"),

@@ -1,5 +1,6 @@
 """Keys in codes by channel: what the oracle has after the same writes, and what attention reads."""
 
+import dataclasses
 import functools
 
 import hypothesis.strategies as st
@@ -15,7 +16,7 @@ from kvrt.attention import BlockView, LayerAttention, LayerKV, SeqView, TokenQKV
 from kvrt.kv_types import CHANNEL_CODECS, N_TAIL, head_bytes, tail_bytes
 from kvrt.sizes import Extent, StoreSpec
 from kvrt.store import kv as kv_store
-from kvrt.store import rope
+from kvrt.store import per_channel, rope
 from kvrt.upkeep.shift import ShiftPlan, apply_shift
 
 H, D, B, N_BLOCKS = 2, 16, 64, 16
@@ -103,6 +104,21 @@ def test_nothing_is_coded_before_the_tail_is_full(n):
     n_coded = max(-(-n // SIZE) - N_TAIL // SIZE, 0)
     assert set(oracle.tail) == set(range(n_coded, -(-n // SIZE)))
     assert bool(np.asarray(store.k[0].quantized.data).any()) == (n_coded > 0)
+
+
+def test_places_keep_their_order_behind_2_to_the_31_writes():
+    young = kv_store.create(spec_of("kivi2")).k[0]
+    written = np.array([3, 0, 7, 5], np.int32)
+    young = dataclasses.replace(young, written=jnp.asarray(written))
+    shifted = np.where(written, written + (2**31 - 8), 0).astype(np.int32)
+    old = dataclasses.replace(young, written=jnp.asarray(shifted))
+    for at in (1, 0, 4, 2, 2, 1, 3):
+        young, old = (
+            dataclasses.replace(x, written=per_channel.written_last(x, jnp.int32(at)))
+            for x in (young, old)
+        )
+        assert np.argsort(young.written).tolist() == np.argsort(old.written).tolist()
+    assert 0 < int(jnp.min(old.written)) and int(jnp.max(old.written)) < 20
 
 
 PIECES = st.tuples(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from kvrt.arrays import Array
-from kvrt.attention.contract import ChunkedStep, Inputs, Outputs, Step
+from kvrt.attention.contract import ChunkedStep, Decoder, Inputs, Outputs, Step
 from kvrt.config import CacheConfig, ExtendKind, GroupSpec, RecurrentSpec, RopeMode, SelfExtend
 from kvrt.kv_types import KeyDtype, KVDtype
 from kvrt.sizes import StoreSpec
@@ -70,7 +70,7 @@ class Case:
 
 
 def cases_of(
-    model: nnx.Module,
+    model: Decoder,
     config: CacheConfig,
     layers: Sequence[tuple[GroupSpec, StoreSpec]],
     shards: Shards | None = None,
@@ -130,12 +130,12 @@ def _of_device(n_q: int, n_kv: int, shards: Shards | None) -> tuple[int, int]:
     return (n_q // n if n_kv == 1 and n_q % n == 0 else n_q), n_kv
 
 
-def query_heads(model: nnx.Module) -> dict[int, int]:
+def query_heads(model: Decoder) -> dict[int, int]:
     """Query heads of each attention layer of a model, which is traced."""
     return {layer: query.n_heads for layer, query in _queries(model).items()}
 
 
-def _queries(model: nnx.Module) -> dict[int, Query]:
+def _queries(model: Decoder) -> dict[int, Query]:
     """What each layer of a model asks attention for."""
     graph, params = nnx.split(model)
     recurrent: RecurrentSpec | None

@@ -20,17 +20,19 @@ from kvrt.attention.contract import ChunkedStep, Inputs, State, Step
 from kvrt.attention.scored import head_slots
 from kvrt.attention.scored.evict import evict, evicts_at
 from kvrt.attention.scored.head_slots import HeadSlots, QuerySums
-from kvrt.attention.scored.policy import Observed
+from kvrt.attention.scored.policy import Observed, real_numbers
 from kvrt.attention.scored.reads import SlotKV, choose_slots, chosen_slots, n_of_one_kind, refreshes
 from kvrt.attention.scored.spec import SlotSpec, slots_of
 
 # Tokens that one call of the chunked form takes; it runs them an interval at a time.
 CHUNK = 512
+# Of each token the attention output, and how many scores were NaN in the eviction behind it.
+Scored = tuple[Array, Array]
 
 
 def recurrence(
     spec: SlotSpec, sinks: Float[Array, " Q"] | None
-) -> tuple[Step[Array], ChunkedStep[Array]]:
+) -> tuple[Step[Scored], ChunkedStep[Scored]]:
     """The step of one token and that of many.
 
     Inputs are queries [T, Q, D] and keys [T, H, D] with RoPE applied, values [T, H, Dv], positions
@@ -41,12 +43,12 @@ def recurrence(
       sinks: a logit a query head that joins the softmax and carries no value, or None.
     """
 
-    def one(state: State, token: Inputs) -> tuple[State, Array]:
+    def one(state: State, token: Inputs) -> tuple[State, Scored]:
         rows = tuple(x[None] for x in token)
-        slots, out = attend_and_keep(spec, slots_of(spec, state), rows, jnp.int32(1), sinks)
-        return tuple(jax.tree.leaves(slots)), out[0]
+        slots, out, n_nan = attend_and_keep(spec, slots_of(spec, state), rows, jnp.int32(1), sinks)
+        return tuple(jax.tree.leaves(slots)), (out[0], n_nan)
 
-    def many(state: State, rows: Inputs, n: Array) -> tuple[State, Array]:
+    def many(state: State, rows: Inputs, n: Array) -> tuple[State, Scored]:
         slots, out = _in_parts(spec, slots_of(spec, state), rows, n, sinks)
         return tuple(jax.tree.leaves(slots)), out
 
@@ -55,26 +57,28 @@ def recurrence(
 
 def _in_parts(
     spec: SlotSpec, slots: HeadSlots, rows: Inputs, n: Array, sinks: Array | None
-) -> tuple[HeadSlots, Array]:
+) -> tuple[HeadSlots, Scored]:
     """As `attend_and_keep`, of more tokens than may come in between two evictions."""
     size = rows[0].shape[0]
     most = min(spec.policy.interval, size)
     padded = tuple(jnp.pad(x, [(0, most)] + [(0, 0)] * (x.ndim - 1)) for x in rows)
 
-    def part(carry: tuple[Array, HeadSlots, Array]) -> tuple[Array, HeadSlots, Array]:
-        i, slots, out = carry
+    def part(carry: tuple[Array, HeadSlots, Scored]) -> tuple[Array, HeadSlots, Scored]:
+        i, slots, (out, n_nan) = carry
         here = tuple(lax.dynamic_slice_in_dim(x, i, most) for x in padded)
         m = jnp.minimum(jnp.minimum(evicts_at(spec, slots) - slots.filled, n - i), most)
         if spec.policy.reads is not None:
             m = jnp.minimum(m, n_of_one_kind(spec.policy.reads, here[3][0]))
-        slots, y = attend_and_keep(spec, slots, here, m, sinks)
+        slots, y, n_nan_here = attend_and_keep(spec, slots, here, m, sinks)
         # What is written beyond the part is written again by the next one.
-        return i + m, slots, lax.dynamic_update_slice_in_dim(out, y, i, 0)
+        out = lax.dynamic_update_slice_in_dim(out, y, i, 0)
+        return i + m, slots, (out, n_nan.at[i + m - 1].set(n_nan_here))
 
     q, v = rows[0], rows[2]
-    out = jnp.zeros((size + most, q.shape[1], v.shape[2]), q.dtype)
-    _, slots, out = lax.while_loop(lambda c: c[0] < n, part, (jnp.int32(0), slots, out))
-    return slots, out[:size]
+    none = jnp.zeros((size + most, q.shape[1], v.shape[2]), q.dtype), jnp.zeros(size, jnp.int32)
+    first = jnp.int32(0), slots, none
+    _, slots, (out, n_nan) = lax.while_loop(lambda c: c[0] < n, part, first)
+    return slots, (out[:size], n_nan)
 
 
 def attend_and_keep(
@@ -83,7 +87,7 @@ def attend_and_keep(
     rows: Inputs,
     n: Int32[Array, ""],
     sinks: Float[Array, " Q"] | None,
-) -> tuple[HeadSlots, Float[Array, "T Q Dv"]]:
+) -> tuple[HeadSlots, Float[Array, "T Q Dv"], Int32[Array, ""]]:
     """Attention of the first n tokens, which then are in the slots; evicts where it is time to.
 
     Args:
@@ -92,6 +96,9 @@ def attend_and_keep(
       rows: as in `recurrence`; from n on anything finite.
       n: how many tokens count; where not all slots are read, `n_of_one_kind` of the first at most.
       sinks: as in `recurrence`.
+
+    Returns:
+      The slots, the output, and the number of scores that were NaN in an eviction.
     """
     reads = spec.policy.reads
 
@@ -110,13 +117,13 @@ def attend_and_keep(
         after, out = all_read(slots)
     else:
         after, out = lax.cond(refreshes(reads, rows[3][0]), all_read, some_read, slots)
-    after = lax.cond(
+    after, n_nan = lax.cond(
         after.filled == evicts_at(spec, after),
         functools.partial(evict, spec),
-        lambda slots: slots,
+        lambda slots: (slots, jnp.int32(0)),
         after,
     )
-    return after, out
+    return after, out, n_nan
 
 
 def _read_all(
@@ -202,7 +209,8 @@ def _with_tokens(
     if tap.horizon is not None:
         counts &= slots.filled + index >= evicts_at(spec, slots) - tap.horizon
     weight = jnp.where(counts, jnp.float32(tap.decay) ** (n - 1 - index).astype(jnp.float32), 0.0)
-    added = policy.observe(observed) * weight[None, None, :, None]
+    added = real_numbers(policy.observe, observed, observed.probabilities.shape)
+    added *= weight[None, None, :, None]
     joined = jnp.max if tap.greatest else jnp.sum
     added = joined(jnp.where(counts[None, None, :, None], added, 0.0), axis=(1, 2))
     kept, old = _faded(spec, slots.sums, n), added[:, :n_slots]

@@ -8,11 +8,8 @@ from jax import lax
 from kvrt.arrays import Array, Bool, Float, Int32
 from kvrt.attention.scored import head_slots
 from kvrt.attention.scored.head_slots import HeadSlots
-from kvrt.attention.scored.policy import Seen
+from kvrt.attention.scored.policy import Seen, ranked, real_numbers
 from kvrt.attention.scored.spec import SlotSpec
-
-# Below what protected tokens have.
-_GREATEST = float(jnp.finfo(jnp.float32).max)
 
 
 def evicts_at(spec: SlotSpec, slots: HeadSlots) -> Int32[Array, ""]:
@@ -28,8 +25,15 @@ def evicts_at(spec: SlotSpec, slots: HeadSlots) -> Int32[Array, ""]:
     return jnp.where(behind, jnp.int32(spec.n_slots), jnp.int32(n_first))
 
 
-def evict(spec: SlotSpec, slots: HeadSlots) -> HeadSlots:
-    """The slots with `budget` tokens a head: sinks, the newest, and those that score highest."""
+def evict(spec: SlotSpec, slots: HeadSlots) -> tuple[HeadSlots, Int32[Array, ""]]:
+    """Keeps `budget` tokens a head: sinks, the newest, and those that score highest.
+
+    Returns:
+      The slots, and the number of scores that were NaN.
+
+    Raises:
+      BadConfig: the policy gives no score for each token.
+    """
     policy, taken = spec.policy, slots.taken
     pos = jnp.where(taken, slots.pos, -1)
     n_past = jnp.max(pos) + 1
@@ -44,15 +48,15 @@ def evict(spec: SlotSpec, slots: HeadSlots) -> HeadSlots:
         n_ctx=spec.n_ctx,
     )
     stays = (pos < policy.n_sink) | (pos >= n_past - policy.recent)
-    found = jnp.clip(policy.score(seen), -_GREATEST, _GREATEST)
-    worth = jnp.where(taken, jnp.where(stays, jnp.inf, found), -jnp.inf)
+    scores = real_numbers(policy.score, seen, pos.shape)
+    worth = jnp.where(taken, jnp.where(stays, jnp.inf, ranked(scores)), -jnp.inf)
     if spec.n_kept == spec.budget:
         after = head_slots.keep_only(slots, jnp.sort(lax.top_k(worth, spec.budget)[1], axis=1))
     else:
         after = _keep(spec, slots, _shared(spec, worth))
     if policy.observed_by.horizon is not None:
         after = dataclasses.replace(after, sums=jnp.zeros_like(after.sums))
-    return after
+    return after, jnp.sum((taken & jnp.isnan(scores)).astype(jnp.int32))
 
 
 def _shared(spec: SlotSpec, worth: Float[Array, "H S"]) -> Bool[Array, "H S"]:

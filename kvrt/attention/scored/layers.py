@@ -7,11 +7,15 @@ kept, copied and saved in the same way.
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+import jax
+import numpy as np
+
 from kvrt.attention.scored.policy import ScoredPolicy
 from kvrt.attention.scored.spec import SlotSpec
-from kvrt.attention.scored.split import state_shapes
+from kvrt.attention.scored.split import divided_recurrence, state_shapes
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.errors import BadConfig
+from kvrt.files.class_source import class_identity
 from kvrt.kv_types import CHANNEL_CODECS, KeyDtype, KVDtype
 from kvrt.sizes import types_of
 from kvrt.state_arrays import StateArray
@@ -61,7 +65,8 @@ def by_kind(
       n_q_heads: query heads by layer; needed where the policy's tap has queries.
 
     Raises:
-      BadConfig: no layer sees every position, or one cannot keep tokens by score.
+      BadConfig: no layer sees every position, one cannot keep tokens by score, or a policy of one's
+        own does not give a score for each token.
     """
     if policy is None:
         return LayerKinds(groups=tuple(groups), recurrent=recurrent, config=config)
@@ -80,6 +85,9 @@ def by_kind(
         for group, of, full in zip(groups, types, is_full, strict=True)
         if full
     )
+    if class_identity(type(policy)).get("module"):
+        for x in scored:
+            _check_scores(x.slots[0])
     kept = [of for of, full in zip(types, is_full, strict=True) if not full]
     type_k, type_v = zip(*kept, strict=True) if kept else ((types[0][0],), (types[0][1],))
     same = [
@@ -111,7 +119,8 @@ def _scored(
             budget=budgets[layer],
             type_k=types[0],
             type_v=types[1],
-            n_ctx=n_ctx,
+            # Else the same programs do for any size.
+            n_ctx=n_ctx if group.rope is not None and group.rope.by_length else 0,
             n_q_heads=n_q_heads[layer] if policy.observed_by.queries else 0,
         )
         for layer in group.layers
@@ -142,6 +151,17 @@ def _with_parts(spec: SlotSpec) -> SlotSpec:
             "of all heads; use one of the two"
         )
     return dataclasses.replace(spec, parts=parts)
+
+
+def _check_scores(spec: SlotSpec) -> None:
+    """Traces some tokens and an eviction, so that a wrong policy is refused before any step."""
+    n_kv, dim, n_tokens = spec.group.n_kv_heads, spec.group.head_dim, 3
+    n_q = spec.n_q_heads or 2 * n_kv
+    heads = (n_q, dim), (n_kv, dim), (n_kv, spec.group.dim_v), (n_q, dim)
+    rows = [jax.ShapeDtypeStruct((n_tokens, *x), np.float32) for x in heads]
+    pos, n = (jax.ShapeDtypeStruct(shape, np.int32) for shape in ((n_tokens,), ()))
+    inputs = (*rows[:3], pos, *(rows[3:] if spec.n_q_heads else ()))
+    jax.eval_shape(divided_recurrence(spec, None)[1].run, tuple(state_shapes(spec)), inputs, n)
 
 
 def _with_states(recurrent: RecurrentSpec | None, scored: Sequence[ScoredGroup]) -> RecurrentSpec:

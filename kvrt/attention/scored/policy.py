@@ -7,17 +7,24 @@ stay depends on the tokens alone, never on how steps divide them.
 
 import abc
 import dataclasses
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 
 from kvrt.arrays import Array, Bool, Float, Int32, state
 from kvrt.attention.scored.head_slots import QuerySums
 from kvrt.config import GroupSpec
 from kvrt.errors import BadConfig
+from kvrt.files.class_source import class_identity
+from kvrt.whole_numbers import take_whole_numbers
 
 # Some kv heads, ascending, and the tokens that each of them keeps.
 HeadPart = tuple[tuple[int, ...], int]
+_MOST = float(np.finfo(np.float32).max)
+# The least score but one: NaN gets the least, so that it ranks below every number.
+_LEAST_NUMBER = float(np.nextafter(np.float32(-_MOST), np.float32(0)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +66,7 @@ class Reads:
 
     def __post_init__(self) -> None:
         """Refuses numbers with which tokens would be forgotten for a while."""
+        take_whole_numbers(self)
         _check(self.every >= 1, f"refresh_every is {self.every}; it must be at least 1")
         _check(
             self.every <= self.n_recent < self.n_read,
@@ -103,7 +111,7 @@ class Seen:
       n_past: the position of the next token.
       queries: None unless the tap asks for them.
       group: the layer's group, static.
-      n_ctx: cells of the cache, which some rules of RoPE depend on, static.
+      n_ctx: cells of the cache where the group's rule of RoPE depends on them, else 0; static.
     """
 
     keys: Float[Array, "H S D"]
@@ -131,7 +139,10 @@ class ScoredPolicy(abc.ABC):
     """Keeps, in each kv head of each layer, the tokens of the greatest scores.
 
     A policy of one's own is a frozen dataclass with `score`; `observe` and `tap` where it needs
-    more than sums of probabilities.
+    more than sums of probabilities. Sessions, tiers and chunks belong to its module and name, its
+    fields, its `version` and the source of its class: an edit of the class makes it another policy.
+    What a score takes from outside its class (functions, global values) is not in that source:
+    change `version` with it.
 
     Attributes:
       budget: tokens that a kv head keeps after an eviction, protected ones included; layers may
@@ -157,11 +168,19 @@ class ScoredPolicy(abc.ABC):
     head_share: float = 1.0
 
     tap: ClassVar[Tap] = Tap()
+    # Told apart by sessions, tiers and chunks; any text.
+    version: ClassVar[str] = ""
     # Whether a prompt is scored when it was read whole, by `kvrt.runtime.compress` alone.
     reads_whole: ClassVar[bool] = False
 
+    def __init_subclass__(cls, **rest: Any) -> None:
+        """Reads the source now: the file may be edited before a session is saved."""
+        super().__init_subclass__(**rest)
+        class_identity(cls)
+
     def __post_init__(self) -> None:
         """Refuses budgets without a token to choose, and numbers below their least."""
+        take_whole_numbers(self)
         _check(self.n_sink >= 0, f"n_sink is {self.n_sink}; it must not be negative")
         _check(self.interval >= 1, f"interval is {self.interval}; it must be at least 1")
         _check(1 <= self.pyramid < 2, f"pyramid is {self.pyramid}; from 1 to below 2")
@@ -201,6 +220,12 @@ class ScoredPolicy(abc.ABC):
         """Which kept tokens a query reads; None reads them all."""
         return None
 
+    @property
+    def n_whole(self) -> int:
+        """Tokens of a text at its beginning, each of which reads all before it."""
+        n = min(self.budgets(4)) + self.interval
+        return n if self.reads is None else min(n, self.reads.n_read)
+
     def n_least(self, budget: int) -> int:
         """Tokens of its layer's budget that a kv head keeps whatever they score."""
         return int(self.head_share * budget)
@@ -225,7 +250,32 @@ class ScoredPolicy(abc.ABC):
 
     @abc.abstractmethod
     def score(self, seen: Seen) -> Float[Array, "H S"]:
-        """A number a token and kv head; of equal ones the earlier token stays."""
+        """A number a token and kv head; of equal ones the earlier token stays, NaN goes first."""
+
+
+def ranked(scores: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Scores as finite numbers, NaN below all others."""
+    numbers = jnp.clip(scores, _LEAST_NUMBER, _MOST)
+    return jnp.where(jnp.isnan(scores), -_MOST, numbers)
+
+
+def real_numbers(
+    method: Callable[[Any], Any], seen: Any, shape: tuple[int, ...]
+) -> Float[Array, "..."]:
+    """What a method of a policy gives, in float32.
+
+    Raises:
+      BadConfig: its shape is another, and would be broadcast, or its type is none of numbers.
+    """
+    found = method(seen)
+    dtype, sizes = getattr(found, "dtype", None), getattr(found, "shape", ())
+    _check(
+        dtype is not None and sizes == shape and not jnp.iscomplexobj(found),
+        f"{method.__qualname__} gives {dtype or type(found).__name__}{list(sizes)}, real numbers "
+        f"of shape {list(shape)} are wanted; give one for each of "
+        f"{'seen.sums' if len(shape) == 2 else 'seen.probabilities'}",
+    )
+    return jnp.asarray(found).astype(jnp.float32)
 
 
 def _check(ok: bool, message: str) -> None:

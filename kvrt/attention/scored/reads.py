@@ -13,7 +13,7 @@ from jax import lax
 from kvrt.arrays import Array, Bool, Float, Int32, state
 from kvrt.attention.scored import head_slots
 from kvrt.attention.scored.head_slots import HeadSlots
-from kvrt.attention.scored.policy import Reads
+from kvrt.attention.scored.policy import Reads, ranked
 
 
 @state
@@ -55,7 +55,7 @@ def choose_slots(reads: Reads, slots: HeadSlots, pos: Int32[Array, ""]) -> HeadS
     assert slots.chosen is not None, "of slots that are not all read"
     old = slots.taken & (slots.pos < pos + reads.every - reads.n_recent)
     n = min(slots.chosen.shape[1], old.shape[1])
-    index = lax.top_k(jnp.where(old, slots.sums, -jnp.inf), n)[1]
+    index = lax.top_k(jnp.where(old, ranked(slots.sums), -jnp.inf), n)[1]
     chosen = jnp.where(jnp.take_along_axis(old, index, axis=1), index + 1, 0)
     return dataclasses.replace(slots, chosen=slots.chosen.at[:, :n].set(chosen))
 

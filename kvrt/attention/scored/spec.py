@@ -22,7 +22,7 @@ class SlotSpec:
       budget: tokens of a head that stay in an eviction; the mean where heads share it.
       type_k: KV dtype of keys.
       type_v: KV dtype of values.
-      n_ctx: cells of the cache.
+      n_ctx: cells of the cache, where RoPE's rule depends on them; else 0.
       n_q_heads: query heads whose sums are kept; 0 keeps none.
       parts: kv heads and their slots, where heads have other numbers of them; see `split`.
     """

@@ -14,6 +14,7 @@ import numpy as np
 from kvrt.arrays import AnyArray, Array, Float, Int32
 from kvrt.attention.contract import ChunkedStep, Inputs, State, Step
 from kvrt.attention.scored import attend
+from kvrt.attention.scored.attend import Scored
 from kvrt.attention.scored.spec import SlotSpec, empty_slots, slots_of
 
 _Array = TypeVar("_Array", Array, AnyArray)
@@ -43,15 +44,16 @@ def positions_kept(
 
 def divided_recurrence(
     spec: SlotSpec, sinks: Float[Array, " Q"] | None
-) -> tuple[Step[Array], ChunkedStep[Array]]:
+) -> tuple[Step[Scored], ChunkedStep[Scored]]:
     """As `attend.recurrence`, of each part of the heads."""
     if not spec.parts:
         return attend.recurrence(spec, sinks)
     n_kv = spec.group.n_kv_heads
 
-    def run(state: State, rows: Inputs, form: int, *n: Array) -> tuple[State, Array]:
+    def run(state: State, rows: Inputs, form: int, *n: Array) -> tuple[State, Scored]:
         """`form` 0 is one token, 1 many: heads are on axis -2 of both."""
         group, after, out, order = rows[0].shape[-2] // n_kv, [], [], []
+        n_nan = jnp.int32(0)
         for (heads, part), mine in zip(spec.parts, _divided(spec, state), strict=True):
             at_k = np.array(heads, np.int32)
             at_q = (at_k[:, None] * group + np.arange(group, dtype=np.int32)).reshape(-1)
@@ -59,17 +61,19 @@ def divided_recurrence(
             own = tuple(jnp.take(x, i, axis=-2) for x, i in zip(rows[:3], at, strict=True))
             step, chunk = attend.recurrence(part, None if sinks is None else sinks[at_q])
             how = chunk.run if form else step
-            new, y = how(tuple(mine), (*own, *rows[3:]), *n)
+            new, (y, n_nan_of_part) = how(tuple(mine), (*own, *rows[3:]), *n)
             after += new
+            n_nan += n_nan_of_part
             out.append(y)
             order.append(at_q)
         back = np.argsort(np.concatenate(order))
-        return tuple(after), jnp.take(jnp.concatenate(out, axis=-2), back, axis=-2)
+        joined = jnp.take(jnp.concatenate(out, axis=-2), back, axis=-2)
+        return tuple(after), (joined, n_nan)
 
-    def one(state: State, token: Inputs) -> tuple[State, Array]:
+    def one(state: State, token: Inputs) -> tuple[State, Scored]:
         return run(state, token, 0)
 
-    def many(state: State, rows: Inputs, n: Array) -> tuple[State, Array]:
+    def many(state: State, rows: Inputs, n: Array) -> tuple[State, Scored]:
         return run(state, rows, 1, n)
 
     return one, ChunkedStep(run=many, size=attend.CHUNK)

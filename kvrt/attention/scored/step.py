@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from kvrt.arrays import AnyArray, Array, Int32
+from kvrt.arrays import AnyArray, Array, Bool, Int32
 from kvrt.attention import rope
 from kvrt.attention.scored.layers import ScoredGroup
 from kvrt.attention.scored.spec import SlotSpec
@@ -33,10 +33,26 @@ class ScoredLayer:
 
 @dataclasses.dataclass
 class ScoredStep(StepAttention):
-    """The `Attend` of a step; layers in `scored` are recurrences, all others as they are."""
+    """The `Attend` of a step; layers in `scored` are recurrences, all others as they are.
+
+    `n_nan` has scores that were NaN by layer and token, `stays` the tokens that were not refused.
+    """
 
     scored: dict[int, ScoredLayer] = dataclasses.field(default_factory=dict)
     pos: Int32[AnyArray, " T"] | None = None
+    n_nan: dict[int, Int32[Array, " T"]] = dataclasses.field(default_factory=dict)
+    stays: Bool[Array, " T"] | bool = True
+
+    @property
+    def n_nan_scores(self) -> Int32[Array, ""]:
+        """Scores that were NaN in the evictions of the step."""
+        counts = (jnp.where(self.stays, n, 0) for n in self.n_nan.values())
+        return sum(map(jnp.sum, counts), jnp.int32(0))
+
+    def keep(self, stays: Bool[Array, " T"]) -> None:
+        """As of any step; evictions behind refused tokens count no more."""
+        super().keep(stays)
+        self.stays = stays
 
     def __call__(
         self, layer: int, q: Array, k: MaybeArray, v: MaybeArray, *, sinks: MaybeArray = None
@@ -60,7 +76,7 @@ class ScoredStep(StepAttention):
         step, chunk = divided_recurrence(here.slots, sinks)
         rows = compared(q), compared(k), v, pos
         rows = (*rows, plain) if here.slots.n_q_heads else rows
-        out = self.recur(layer, step, rows, chunk=chunk)
+        out, self.n_nan[layer] = self.recur(layer, step, rows, chunk=chunk)
         return hadamard.transform(out, n_v) if n_v else out
 
 

@@ -112,7 +112,8 @@ class SomeTokens:
         """Whether less is to be done for these tokens than for all of a part."""
         usual = self.step.is_usual(part) and part.grouped is None
         lies_here = isinstance(part.view, BlockView) and part.view.shards is None
-        return usual and lies_here and self.ids.shape[0] < part.view.n_tokens
+        # Of no tokens `_spread` gives an array without entries, for which XLA computes nothing.
+        return usual and lies_here and 0 < self.ids.shape[0] < part.view.n_tokens
 
     def _spread(
         self,

@@ -6,9 +6,11 @@ from typing import Any
 from kvrt import Runtime
 from kvrt.cli.flags.session_files import AskOptions
 from kvrt.cli.process import output
-from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
+from kvrt.cli.process.interrupt import Interrupt
 from kvrt.cli.report import summary
+from kvrt.cli.report.exactness import exactness_lines
 from kvrt.cli.run.generation import Generation, Reading
+from kvrt.cli.setup.model import await_programs
 from kvrt.cli.setup.weights import WeightsChoice
 from kvrt.errors import CacheFull
 from kvrt_models.load import Opened
@@ -46,33 +48,50 @@ class Answers:
           BadLogits, CacheFull: they ended it; the answer so far is written.
         """
         options = self._options
+        if reading.whole:
+            await_programs(runtime, quiet=options.quiet)
         if options.questions is not None and not (options.quiet or options.json):
             output.write_text(f"> {self._questions[i]}\n")
         note = self._weights.note(self._model)
         job = Generation(options, self._model, runtime, reading, note)
         reason = job.run(interrupt)
-        self._end(i, job.outcome(reason), more or {})
+        last = i == len(self._questions) - 1
+        end_answer(options, job.outcome(reason), self._questions[i], more, last=last)
         if job.failed is not None:
             raise job.failed
         if reason == "interrupted":
-            return EXIT_CODE
+            return interrupt.exit_code
         if reason == "context_full" and options.n_predict != -2:
             raise CacheFull(
-                f"the context is full at question {i + 1}: {runtime.config.n_ctx} cells hold "
+                f"the context is full at question {i + 1}: {runtime.config.n_ctx:,} cells hold "
                 "the session, the question and the answer; raise -c"
             )
         return 0
 
-    def _end(self, i: int, outcome: summary.Outcome, more: Mapping[str, Any]) -> None:
-        """Ends an answer, whose text is written already."""
-        last = i == len(self._questions) - 1
-        if self._options.json:
-            question = self._questions[i]
-            output.write_text(summary.outcome_json(outcome, question=question, more=more) + "\n")
-            return
+
+def end_answer(
+    options: AskOptions,
+    outcome: summary.Outcome,
+    question: str,
+    more: Mapping[str, Any] | None = None,
+    *,
+    last: bool = True,
+) -> None:
+    """Ends an answer, whose text is written already unless --json is given.
+
+    Tokens that were dropped are told with --quiet too.
+    """
+    lines = exactness_lines(outcome.approximations)
+    if options.json:
+        output.write_text(summary.outcome_json(outcome, question=question, more=more) + "\n")
+    else:
         output.write_text("\n" if last else "\n\n")
-        if not self._options.quiet:
-            output.note("\n".join(summary.summary(outcome)[:2]))
+        lines = [*summary.summary(outcome)[:2], *lines]
+    dropped = [x for x in outcome.approximations if x.n_dropped]
+    if lines and not options.quiet:
+        output.note("\n".join(lines))
+    elif dropped:
+        output.warn(f"the answer is {dropped[0].line}; raise -c to keep them")
 
 
 def question_ids(questions: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:

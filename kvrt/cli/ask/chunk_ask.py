@@ -7,7 +7,7 @@ import jax
 
 from kvrt import Blended, BlendSpec, CachedChunk
 from kvrt.cli.ask.answers import Answers, question_ids
-from kvrt.cli.chunks.files import ChunkFile, joined, open_chunk
+from kvrt.cli.chunks.files import ChunkFile, blended_part, joined, open_chunk
 from kvrt.cli.chunks.reader import ChunkReader
 from kvrt.cli.flags.session_files import AskOptions
 from kvrt.cli.process import output, status
@@ -38,9 +38,7 @@ def ask_chunks(options: AskOptions, questions: list[str]) -> int:
     if options.chunk_dir is not None:
         store = ChunkStore(options.chunk_dir, tell=output.note)
     with ready(options):
-        asker = ChunkAsker(_followed(options, files), files, questions, store)
-        with Interrupt() as interrupt:
-            return asker.run(interrupt)
+        return ChunkAsker(_followed(options, files), files, questions, store).run()
 
 
 class ChunkAsker:
@@ -90,18 +88,23 @@ class ChunkAsker:
         self._reader = ChunkReader(self._runtime, store, self._lead, strict=options.strict)
         self._answers = Answers(options, self._model, weights, questions)
 
-    def run(self, interrupt: Interrupt) -> int:
+    def run(self) -> int:
         """Answers all questions in their order; returns the exit code."""
         runtime, quiet = self._runtime, self._options.quiet
         compile_programs(runtime, self._model, self._options, self._longest, quiet=quiet)
         with status.waiting("reading chunks", not quiet):
             self._chunks = [self._reader.open(*x) for x in self._named]
+        with Interrupt() as interrupt:
+            return self._answer_all(interrupt)
+
+    def _answer_all(self, interrupt: Interrupt) -> int:
+        runtime, quiet = self._runtime, self._options.quiet
         for i, ids in enumerate(self._ids):
             runtime.clear()
-            compiled, start = runtime.stats().compile_s, time.perf_counter()
+            before, start = runtime.stats(), time.perf_counter()
             blended = self._blended(ids)
             jax.block_until_ready(blended.logits)
-            compiled = runtime.stats().compile_s - compiled
+            compiled = runtime.stats().compile_s - before.compile_s
             kept = blended.n_reused - len(blended.computed)
             reading = Reading(
                 ids=self._held + ids,
@@ -109,6 +112,8 @@ class ChunkAsker:
                 spans=[(kept, len(self._held) + len(ids))],
                 n_done=len(self._held) + len(ids) - kept,
                 seconds=time.perf_counter() - start - compiled,
+                reused=blended_part([ids for _, ids in self._named], blended.ratio),
+                since=before,
             )
             if not quiet and not i:
                 output.note(self._said(blended))
@@ -154,9 +159,9 @@ class ChunkAsker:
         """One line on what was reused."""
         n, m = blended.n_reused, len(blended.computed)
         return (
-            f"chunks     {len(self._files)} of {n:,} tokens in all: {n - m:,} reused, {m:,} "
-            f"recomputed behind layer {self._spec.check_layer} (ratio {blended.ratio:.2g}); the "
-            f"answer is approximate{self._timed(blended)}{self._kept()}"
+            f"chunks     {len(self._files):,} of {n:,} tokens in all: {n - m:,} reused, {m:,} "
+            f"recomputed behind layer {self._spec.check_layer} (ratio {blended.ratio:.2g})"
+            f"{self._timed(blended)}{self._kept()}"
         )
 
     def _timed(self, blended: Blended) -> str:
@@ -190,7 +195,6 @@ class ChunkAsker:
             "n_reused": blended.n_reused - len(blended.computed),
             "ratio": blended.ratio,
             "check_layer": self._spec.check_layer,
-            "approximate": True,
             **self._times(blended),
         }
 

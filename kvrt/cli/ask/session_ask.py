@@ -11,6 +11,7 @@ from kvrt.cli.flags.session_files import AskOptions
 from kvrt.cli.process import output, status
 from kvrt.cli.process.interrupt import Interrupt
 from kvrt.cli.report import phrases
+from kvrt.cli.report.exactness import reused_part
 from kvrt.cli.run.generation import Reading
 from kvrt.cli.session.open_session import (
     check_fits,
@@ -21,6 +22,7 @@ from kvrt.cli.session.open_session import (
 )
 from kvrt.cli.setup.model import compile_programs, open_with_status
 from kvrt.cli.setup.open_runtime import open_runtime, ready
+from kvrt.cli.setup.policy import follow_policy, followed
 from kvrt.cli.setup.weights import choose_weights
 from kvrt.errors import UsageError
 from kvrt.session import OpenedSession
@@ -36,9 +38,7 @@ def ask_session(options: AskOptions, questions: list[str]) -> int:
     _check_order(options)
     opened = choose_sequence(open_existing(Path(options.session)), options.seq)
     with ready(options):
-        asker = Asker(follow(options, opened.manifest), opened, questions)
-        with Interrupt() as interrupt:
-            return asker.run(interrupt)
+        return Asker(follow(options, opened.manifest), opened, questions).run()
 
 
 class Asker:
@@ -56,6 +56,11 @@ class Asker:
             window_sinks=options.window_sinks,
         )
         self._held = opened.held[1].tolist()
+        said = opened.manifest.policies.get(opened.seq_id)
+        options = follow_policy(options, said, self._held, self._model.tokenizer)
+        if (flags := followed(self._options, options)) and not options.quiet:
+            output.note(f"{opened.path}: {flags}, as the session was left")
+        self._options = options
         self._ids = question_ids(questions, self._model.tokenizer)
         self._longest = max(map(len, self._ids))
         self._runtime = open_runtime(
@@ -68,7 +73,7 @@ class Asker:
         )
         self._answers = Answers(options, self._model, self._weights, questions)
 
-    def run(self, interrupt: Interrupt) -> int:
+    def run(self) -> int:
         """Answers all questions in their order; returns the exit code."""
         runtime, quiet = self._runtime, self._options.quiet
         compile_programs(runtime, self._model, self._options, self._longest, quiet=quiet)
@@ -86,16 +91,22 @@ class Asker:
                 f"{opened.path}: {n:,} {phrases.token_noun(n)} restored in {seconds:.2f} s"
                 f"{phrases.sampled_by(opened.manifest, opened.seq_id, select)}"
             )
+        with Interrupt() as interrupt:
+            return self._answer_all(interrupt)
+
+    def _answer_all(self, interrupt: Interrupt) -> int:
         for i, ids in enumerate(self._ids):
             if i:
                 self._back()
             reading = Reading(
                 ids=self._held + ids,
                 n_restored=len(self._held),
+                reused=reused_part(self._runtime.n_exact(), "session"),
+                since=self._runtime.stats(),
                 spans=[(len(self._held), len(self._held) + len(ids))],
             )
-            reading.run(runtime, interrupt, quiet=quiet)
-            code = self._answers.write(i, runtime, reading, interrupt)
+            reading.run(self._runtime, interrupt, quiet=self._options.quiet)
+            code = self._answers.write(i, self._runtime, reading, interrupt)
             if code:
                 return code
         return 0

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 from kvrt.cli.batch.digest import Digests, types_of_results
@@ -12,7 +11,6 @@ from kvrt.cli.batch.stored_results import Expected
 from kvrt.cli.batch.together import first_says
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.cli.process import output
-from kvrt.errors import UsageError
 
 _TYPES: tuple[str, ...] = "dtype", "cache_type_k", "cache_type_v"
 
@@ -36,12 +34,8 @@ def _execute(options: BatchOptions) -> int:
     types = first_says(options, lambda: _types(options))
     options = dataclasses.replace(options, **types)
     assert options.input is not None and options.output is not None
-    if options.metrics is not None and not Path(options.metrics).parent.is_dir():
-        raise UsageError(f"--metrics {options.metrics}: no such folder; give one that is there")
     requests = Requests(options.input, options.defaults(), Digests(options).of)
     try:
-        if requests.same_file(options.output):
-            raise UsageError(f"-o {options.output}: is the file of the requests; give another name")
         with contextlib.closing(_results(options, requests)) as results:
             return _serve(options, requests, results)
     finally:

@@ -15,7 +15,8 @@ from kvrt.cli.flags.context import BY_POSITION
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.errors import UsageError, reason
 from kvrt.files import regular
-from kvrt.kv_types import FLOAT_DTYPES
+from kvrt.kv_types import FLOAT_DTYPES, any_by_channel
+from kvrt.policies.scored.duo_attention import read_streaming
 from kvrt.runtime.heavy_channels import read_channels
 from kvrt_models.file_digest import depends_on_n_ctx, model_digest
 from kvrt_models.weights.types import WeightType
@@ -87,12 +88,10 @@ class Digests:
           BadModelFile: it cannot be read.
         """
         whole = {k: getattr(asked, k) for k in _KEYS} | dict(asked.sampling)
-        if asked.policy != "none":
-            whole |= {k: getattr(asked, k) for k in _POLICY_KEYS}
-            if asked.policy not in BY_POSITION:
-                names = ["policy_budget", "policy_interval"]
-                names += ["n_read", "refresh_every"] if self._options.n_read else []
-                whole |= {name: getattr(self._options, name) for name in names}
+        if asked.policy != "none" or self._by_score:
+            whole |= {k: getattr(asked, k) for k in _POLICY_KEYS} | self._by_score
+            if self._by_score and asked.policy != self._options.policy:
+                whole["by_score"] = self._options.policy
             drops = {k: getattr(asked, k) for k in _DROP_KEYS}
             whole |= {k: x for k, x in drops.items() if x != _DROP_KEYS[k]}
             # A context decides what is dropped, and a step's tokens how a longer prompt is read.
@@ -115,6 +114,22 @@ class Digests:
         except OSError as error:
             said = f"{error.filename}: {reason(error)}; give a text file, or a chunk"
             raise Wrong(f"chunks: {said}", asked.id) from error
+
+    @functools.cached_property
+    def _by_score(self) -> dict[str, Any]:
+        """What a policy by score goes by, that of all requests; nothing where there is none."""
+        options = self._options
+        if options.policy in BY_POSITION:
+            return {}
+        names = ["policy_budget", "policy_interval"]
+        names += ["n_read", "refresh_every"] if options.n_read else []
+        names += ["n_stream"] if options.streaming_heads is not None else []
+        found = {name: getattr(options, name) for name in names}
+        if options.streaming_heads is not None:  # whatever the file is called
+            found["streaming_heads"] = read_streaming(options.streaming_heads)
+        if "n_sink" in options.given and options.n_sink == type(options).n_sink:
+            found["n_sink_given"] = True  # else it is the policy's own
+        return found
 
     @functools.cached_property
     def _common(self) -> tuple[str, str, str]:
@@ -170,8 +185,8 @@ def _flags(options: BatchOptions) -> dict[str, Any]:
     flags |= options.select_flags
     if options.select_channels is not None:  # whatever the file is called
         flags["select_channels"] = read_channels(options.select_channels)
-    if options.select_channels is not None:  # whatever the file is called
-        flags["select_channels"] = read_channels(options.select_channels)
+    if any_by_channel(options.cache_type_k or ()):  # tokens whose keys wait for each other
+        flags["run"] = options.hash_block_size or options.block
     if depends_on_n_ctx(options.model):
         if options.budget is not None:
             raise UsageError(

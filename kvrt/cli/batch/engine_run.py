@@ -12,13 +12,13 @@ from kvrt.cli.batch import progress, together
 from kvrt.cli.batch.passed_over import passed_over
 from kvrt.cli.batch.requests import RequestEntry, Requests
 from kvrt.cli.batch.results import Results
-from kvrt.cli.batch.server import Server
+from kvrt.cli.batch.server import AnswerLimits, Server
 from kvrt.cli.chunks.requests import RequestChunks
 from kvrt.cli.flags.declare import flags_of
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.cli.flags.session_files import BlendFlags
 from kvrt.cli.process import devices, output, startup, status
-from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
+from kvrt.cli.process.interrupt import Interrupt
 from kvrt.cli.report import metrics
 from kvrt.cli.setup.config import cache_config
 from kvrt.cli.setup.drafter import open_draft_model
@@ -29,14 +29,17 @@ from kvrt.cli.setup.policy import layers_of_spec, policy_of_batch
 from kvrt.cli.setup.sampling import named_drafter
 from kvrt.cli.setup.weights import WeightsChoice, choose_weights
 from kvrt.config import CacheConfig
-from kvrt.errors import UsageError
+from kvrt.errors import KvrtError, UsageError
 from kvrt.kv_types import described
-from kvrt.policies import by_position
+from kvrt.policies import ScoredPolicy, by_position
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
+from kvrt.serving.metrics import EngineStats
 from kvrt.serving.sizing import budget
 from kvrt_models.load import Opened
 from kvrt_models.spec import DecoderSpec
+
+_METRICS_S = 5.0  # between two times that --metrics is written
 
 
 def serve_all(
@@ -64,6 +67,7 @@ class BatchRun:
     ):
         """Everything that can be refused without the weights is refused here."""
         self._options, self._results = options, results
+        self._metrics_clock, self._warned = status.Every(_METRICS_S), False
         # The scheduler weighs priorities of those it knows of; the first of all come first.
         self._todo = deque(sorted(todo, key=lambda e: e.priority))
         self._n_before, self._n_bad = len(results.done), len(requests.bad)
@@ -81,17 +85,22 @@ class BatchRun:
             self._chunks = RequestChunks(options, self._model, self._engine.config)
         self._programs = [x.programs for x in (self._engine, self._chunks) if x is not None]
         extend, n_trained = self._engine.config.self_extend, self._model.spec.n_ctx_train
+        policy = policy_of_batch(options, self._model.spec)
         self._server = Server(
             self._engine,
             self._model.tokenizer,
             requests,
             results,
-            n_ctx_train=extend.reach(n_trained) if extend else n_trained,
+            limits=AnswerLimits(
+                n_ctx_train=extend.reach(n_trained) if extend else n_trained,
+                config=self._engine.config,
+                scored=policy if isinstance(policy, ScoredPolicy) else None,
+            ),
             chunks=self._chunks,
         )
 
     def run(self) -> int:
-        """Serves all; Ctrl-C ends it between two steps."""
+        """Serves all; a signal ends it between two steps."""
         try:
             return self._run()
         finally:
@@ -106,22 +115,43 @@ class BatchRun:
                 opened, runtime = self._drafter
                 runtime.bind(opened.wait().decoder)
                 self._programs.append(runtime.programs)
-        # Results on the same terminal would tear the bar.
-        wanted = not quiet and self._options.output != "-"
-        with Interrupt() as interrupt, progress.bar(len(self._todo), wanted) as show:
-            while (self._todo or self._server.n_live) and not self._ends(interrupt.asked):
-                show(counts, self._step())
-        n_left = len(self._todo) + self._server.n_live
-        self._tell(n_left)
-        if n_left:
-            return EXIT_CODE
-        return 1 if self._results.n_failed else 0
+        to_stdout = self._options.output == "-"
+        shown = progress.progress_of(len(self._todo), to_stdout=to_stdout)
+        hidden = contextlib.nullcontext(lambda counts, stats: None)
+        with Interrupt() as interrupt:
+            with hidden if quiet else shown as show:
+                while (self._todo or self._server.n_live) and not self._ends(interrupt.asked):
+                    self._step()
+                    show(counts, self._engine.stats)
+                    self._refresh_metrics()
+            n_left = len(self._todo) + self._server.n_live
+            self._tell(n_left)
+            if n_left:
+                return interrupt.exit_code
+            return 1 if self._results.n_failed else 0
 
     def _ends(self, asked: bool) -> bool:
         return together.any_asks(self._options, asked)
 
-    def _step(self) -> float:
-        """One step; how full the fullest pool is after it."""
+    def _refresh_metrics(self) -> None:
+        """Writes --metrics anew every few seconds; a failure is a warning, once."""
+        if not self._metrics_clock.due():
+            return
+        try:
+            self._write_metrics(self._engine.stats())
+        except KvrtError as error:
+            if not self._warned:
+                output.warn(f"--metrics {error}; the requests go on")
+            self._warned = True
+
+    def _write_metrics(self, stats: EngineStats) -> None:
+        if self._options.metrics is not None and together.is_first(self._options):
+            from kvrt.serving import prometheus  # its library takes time to import
+
+            prometheus.write_metrics(Path(self._options.metrics), stats)
+
+    def _step(self) -> None:
+        """One step; counts what it took, and how full the fullest pool was."""
         counts, programs = self._server.counts, self._programs
         compiled, start = sum(x.compile_s for x in programs), time.perf_counter()
         self._server.feed(self._todo)
@@ -130,16 +160,10 @@ class BatchRun:
         counts.n_compiles = sum(x.n_compiles for x in programs)
         counts.n_from_disk = sum(x.n_from_disk for x in programs)
         counts.seconds += time.perf_counter() - start - (counts.compile_s - compiled)
-        usage = self._engine.usage
-        counts.usage = max(counts.usage, usage)
-        return usage
+        counts.usage = max(counts.usage, self._engine.usage)
 
     def _tell(self, n_left: int) -> None:
         stats, options = self._engine.stats(), self._options
-        if options.metrics is not None and together.is_first(options):
-            from kvrt.serving import prometheus  # its library takes time to import
-
-            prometheus.write_metrics(Path(options.metrics), stats)
         if not options.quiet:
             lines = progress.batch_summary(
                 self._server.counts,
@@ -161,6 +185,7 @@ class BatchRun:
             output.note("\n".join(lines))
         if options.stats:
             output.note(metrics.metrics_table(stats).rstrip("\n"))
+        self._write_metrics(stats)
 
 
 def _name_chunks(options: BatchOptions, todo: Sequence[RequestEntry]) -> bool:

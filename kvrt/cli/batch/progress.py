@@ -1,13 +1,17 @@
-"""What `kvrt batch` shows on standard error: a bar while it works, a summary at the end."""
+"""What `kvrt batch` shows on standard error: a bar or lines while it works, then a summary."""
 
 import contextlib
 import dataclasses
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 
-from kvrt.cli.report.phrases import compiled, token_noun
+from kvrt.cli.process import output, status
+from kvrt.cli.report.phrases import compiled, nan_scores, token_noun
 from kvrt.cli.report.size import show_size
 from kvrt.serving.metrics import EngineStats
+
+_BAR_S = 0.1  # between two updates of a bar
 
 
 @dataclasses.dataclass
@@ -19,12 +23,11 @@ class BatchCounts:
       n_failed: those of them with an error.
       n_long: requests that may reach beyond what the model was trained for.
       n_sampled: tokens sampled.
-      n_prompt: tokens of prompts that ended, once for each sample.
-      n_cached: tokens of them that were prefix hits.
       n_compiles: programs compiled.
       n_from_disk: those of them that were kept on the disk.
       compile_s: time that took.
       seconds: time of all steps, without compiling.
+      approximate: requests whose answers are not those of the whole text, by reason.
       usage: the greatest part of the cache that was in use.
     """
 
@@ -32,36 +35,64 @@ class BatchCounts:
     n_failed: int = 0
     n_long: int = 0
     n_sampled: int = 0
-    n_prompt: int = 0
-    n_cached: int = 0
     n_compiles: int = 0
     n_from_disk: int = 0
     compile_s: float = 0.0
     seconds: float = 0.0
     usage: float = 0.0
+    approximate: Counter[str] = dataclasses.field(default_factory=Counter)
 
     @property
     def rate(self) -> str:
         """Tokens sampled a second, where it is known."""
         return f"{self.n_sampled / self.seconds:,.1f} tokens/s" if self.seconds > 0 else ""
 
-    @property
-    def hits(self) -> str:
-        """The share of prompt tokens that were prefix hits."""
-        return f"{100 * self.n_cached / self.n_prompt:.1f} %" if self.n_prompt else "0 %"
 
-
-Show = Callable[[BatchCounts, float], None]
+Show = Callable[[BatchCounts, Callable[[], EngineStats]], None]
 
 
 @contextlib.contextmanager
-def bar(n_requests: int, wanted: bool) -> Iterator[Show]:
-    """A bar on a terminal, nothing otherwise; takes counts and how full the cache is."""
-    if not (wanted and sys.stderr.isatty()):
-        yield lambda counts, usage: None
+def progress_of(n_requests: int, *, to_stdout: bool) -> Iterator[Show]:
+    """A bar on a terminal, else a line every 15 seconds.
+
+    Args:
+      n_requests: that are to be done.
+      to_stdout: results go to standard output; on one terminal with a bar they would tear it.
+
+    Yields:
+      A function to call after each step, with the counts and what gives the engine's stats.
+    """
+    if sys.stderr.isatty():
+        if to_stdout:
+            yield lambda counts, stats: None
+        else:
+            with _bar(n_requests) as show:
+                yield show
         return
+    clock = status.Every(status.LINE_S)
+
+    def line(counts: BatchCounts, stats: Callable[[], EngineStats]) -> None:
+        if clock.due():
+            done = f"{counts.n_done:,} of {n_requests:,} done, {counts.n_sampled:,} tokens"
+            output.note(f"requests   {done}, {_state(counts, stats())}")
+
+    yield line
+
+
+def _state(counts: BatchCounts, stats: EngineStats) -> str:
+    """Speed, how full the cache is, and the share of prompt tokens that were prefix hits."""
+    usage = max(stats.usage, default=0.0)
+    said = counts.rate, f"cache {100 * usage:.0f} %", f"hits {_hits(stats)}"
+    return ", ".join(filter(None, said))
+
+
+def _hits(stats: EngineStats) -> str:
+    return f"{100 * stats.hit_rate:.1f} %"
+
+
+@contextlib.contextmanager
+def _bar(n_requests: int) -> Iterator[Show]:
     from rich import progress
-    from rich.console import Console
 
     columns = (
         progress.TextColumn("requests"),
@@ -70,12 +101,13 @@ def bar(n_requests: int, wanted: bool) -> Iterator[Show]:
         progress.TextColumn("{task.fields[said]}"),
         progress.TimeElapsedColumn(),
     )
-    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    with progress.Progress(*columns, console=output.console(), transient=True) as bars:
         task = bars.add_task("", total=n_requests, said="compiling the first step")
+        clock = status.Every(_BAR_S)
 
-        def show(counts: BatchCounts, usage: float) -> None:
-            said = [counts.rate, f"cache {100 * usage:.0f} %", f"hits {counts.hits}"]
-            bars.update(task, completed=counts.n_done, said=", ".join(filter(None, said)))
+        def show(counts: BatchCounts, stats: Callable[[], EngineStats]) -> None:
+            if clock.due():
+                bars.update(task, completed=counts.n_done, said=_state(counts, stats()))
 
         yield show
 
@@ -103,10 +135,13 @@ def batch_summary(
         f"generated  {n:,} {token_noun(n)} in {counts.seconds:.2f} s{rate}",
         compiled(counts.n_compiles, counts.compile_s, counts.n_from_disk),
         *([f"attention  {stats.attention}"] if stats.attention else []),
-        f"cache      {counts.n_cached:,} of {counts.n_prompt:,} prompt tokens were prefix hits, "
-        f"{counts.hits}; {100 * counts.usage:.0f} % in use at most",
+        f"cache      {stats.prefix['hit']:,} of {stats.prefix['asked']:,} prompt tokens were "
+        f"prefix hits, {_hits(stats)}; {100 * counts.usage:.0f} % in use at most",
         *_upkeep(stats),
     ]
+    if counts.approximate:
+        why = ", ".join(f"{n:,} by {by}" for by, n in counts.approximate.most_common())
+        lines.append(f"exactness  answers that are not of the whole text: {why}")
     if counts.n_long:
         long = f"{counts.n_long:,} requests may reach beyond what the model was trained for"
         lines.append(f"length     {long}, and text beyond it suffers")
@@ -123,6 +158,8 @@ def _upkeep(stats: EngineStats) -> Iterator[str]:
     """What policies have dropped and what shortage has cost, where there was any."""
     if n := stats.drops.get("tokens", 0):
         yield f"dropped    {n:,} {token_noun(n)} by policies, beyond the context of their requests"
+    if stats.n_nan_scores:
+        yield f"policy     {nan_scores(stats.n_nan_scores)}"
     lost = stats.sequences
     n_evicted = sum(pool.n_evicted for pool in stats.pools)
     if lost["preempted"] or n_evicted:

@@ -97,13 +97,6 @@ class Requests:
         """Closes the file."""
         self._file.close()
 
-    def same_file(self, path: str) -> bool:
-        """Whether a path names this file."""
-        try:
-            return os.path.samestat(os.fstat(self._file.fileno()), os.stat(path))
-        except OSError:
-            return False
-
     def _check(self) -> None:
         first: dict[str, int] = {}
         for line, offset, data in self._lines():

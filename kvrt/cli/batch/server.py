@@ -1,6 +1,7 @@
 """The engine's side of `kvrt batch`: feeds requests, gathers tokens, gives whole results back."""
 
 import contextlib
+import dataclasses
 from collections import deque
 from collections.abc import Sequence
 from typing import Literal, Protocol, runtime_checkable
@@ -16,10 +17,17 @@ from kvrt.cli.batch.results import Record, Results, failed, finished
 from kvrt.cli.chunks.requests import Begun, RequestChunks
 from kvrt.cli.flags.context import BY_POSITION
 from kvrt.cli.flags.evaluate import RANDOM, random_seed
+from kvrt.cli.report.exactness import (
+    AnswerCounts,
+    Approximation,
+    approximations,
+    exactness_fields,
+)
 from kvrt.cli.run import prompt
 from kvrt.cli.setup.policy import n_kept
+from kvrt.config import CacheConfig
 from kvrt.errors import BadRequest, KvrtError
-from kvrt.policies import AttentionSinks, ContextShift, Policy
+from kvrt.policies import AttentionSinks, ContextShift, Policy, ScoredPolicy
 from kvrt.serving.outputs import Output
 from kvrt.serving.request import Request
 from kvrt_models.tokenizer.encode import Tokenizer
@@ -27,6 +35,21 @@ from kvrt_models.tokenizer.stream import TextStream
 
 # Requests that an engine knows of at once: enough to choose from, and few enough to hold.
 _WINDOW = 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AnswerLimits:
+    """Up to where answers are those of the whole text, within what the model was trained for.
+
+    Attributes:
+      n_ctx_train: tokens that the model was trained for, or can tell apart by SelfExtend.
+      config: of the engine's cache.
+      scored: the policy by score of all requests.
+    """
+
+    n_ctx_train: int
+    config: CacheConfig
+    scored: ScoredPolicy | None = None
 
 
 @runtime_checkable
@@ -46,8 +69,14 @@ class Serves(Protocol):
         """What is new."""
         ...
 
-    def cancel(self, request_id: str, sample: int | None = None) -> None:
-        """Ends a request, or one of its samples."""
+    def cancel(
+        self,
+        request_id: str,
+        sample: int | None = None,
+        *,
+        reason: Literal["cancelled", "stop"] = "cancelled",
+    ) -> None:
+        """Ends a request, or one of its samples, for a reason that metrics count."""
         ...
 
 
@@ -65,7 +94,7 @@ class Server:
         requests: Requests,
         results: Results,
         *,
-        n_ctx_train: int,
+        limits: AnswerLimits,
         chunks: RequestChunks | None = None,
     ) -> None:
         """Nothing is asked yet.
@@ -75,13 +104,13 @@ class Server:
           tokenizer: of its model.
           requests: where prompts are read.
           results: where lines are written.
-          n_ctx_train: tokens that the model was trained for, or can tell apart by SelfExtend.
+          limits: up to where answers are those of the whole text.
           chunks: blends those that lines name, where any does.
         """
         self.counts = BatchCounts()
         self._engine, self._tokenizer = engine, tokenizer
         self._requests, self._results = requests, results
-        self._n_ctx_train, self._chunks = n_ctx_train, chunks
+        self._limits, self._chunks = limits, chunks
         self._live: dict[str, _Live] = {}
 
     @property
@@ -105,10 +134,11 @@ class Server:
             except KvrtError as error:
                 self._write([failed(entry.id, str(error))])
                 continue
-            self._live[request.id] = _Live(request, asked, self._tokenizer, begun)
+            samples = [_Sample(TextStream(self._tokenizer, asked.stop)) for _ in range(request.n)]
+            self._live[request.id] = _Live(request, asked, samples, begun)
             # With a policy positions are those inside the context.
             n_whole = len(request.tokens) + request.n_predict
-            self.counts.n_long += asked.policy == "none" and n_whole > self._n_ctx_train
+            self.counts.n_long += asked.policy == "none" and n_whole > self._limits.n_ctx_train
 
     def step(self) -> None:
         """One step of the engine; writes what has ended."""
@@ -120,16 +150,16 @@ class Server:
 
     def _take(self, output: Output, live: "_Live") -> None:
         self.counts.n_sampled += len(output.tokens)
-        records = live.take(output)
+        records = live.take(output, self._limits)
         if records:
             del self._live[output.id]
         # What ended by a stop text, or with another sample, need not be computed any more.
         for sample in live.left() if records else live.stopped(output.sample):
             with contextlib.suppress(BadRequest):
-                self._engine.cancel(output.id, sample)
+                self._engine.cancel(output.id, sample, reason=live.why_cancelled(sample))
         if records:
-            self.counts.n_prompt += len(live.request.tokens) * live.request.n
-            self.counts.n_cached += live.n_cached
+            why = {x["by"] for r in records for x in r.get("approximations", ())}
+            self.counts.approximate.update(why)
             self._write(records)
 
     def _write(self, records: Sequence[Record]) -> None:
@@ -184,14 +214,15 @@ def _policy(
 class _Live:
     """A request that is being served."""
 
-    def __init__(self, request: Request, asked: Asked, tokenizer: Tokenizer, begun: Begun | None):
+    def __init__(
+        self, request: Request, asked: Asked, samples: "list[_Sample]", begun: Begun | None
+    ):
         """Nothing is sampled yet."""
         self.request, self._begun = request, begun
-        self._id = asked.id
+        self._id, self._policy, self._samples = asked.id, asked.policy, samples
         # A random seed is in the result, so that the text can be had again.
         is_random = asked.sampling["seed"] == RANDOM and request.sampling.temp > 0
         self._seed = {"seed": request.sampling.seed} if is_random else {}
-        self._samples = [_Sample(TextStream(tokenizer, asked.stop)) for _ in range(request.n)]
 
     def left(self) -> list[int]:
         """Samples that the engine still serves."""
@@ -202,12 +233,11 @@ class _Live:
         s = self._samples[sample]
         return [sample] if s.reason is not None and not s.ended else []
 
-    @property
-    def n_cached(self) -> int:
-        """Tokens of the prompt that were found, of all samples."""
-        return sum(s.n_cached for s in self._samples)
+    def why_cancelled(self, sample: int) -> Literal["cancelled", "stop"]:
+        """Why the engine is to end a sample: a stop text, or the failure of another sample."""
+        return "cancelled" if self._samples[sample].reason is None else "stop"
 
-    def take(self, output: Output) -> list[Record]:
+    def take(self, output: Output, limits: AnswerLimits) -> list[Record]:
         """Takes what is new; the lines of the results once it has ended as a whole."""
         self._samples[output.sample].take(output)
         if output.error is not None:
@@ -229,8 +259,25 @@ class _Live:
             | ({"n_dropped": s.n_dropped} if s.n_dropped else {})
             | ({} if s.score is None else {"score": s.score})
             | (self._begun.fields if self._begun else {})
+            | self._exactness(s, limits)
             for i, s in enumerate(self._samples)
         ]
+
+    def _exactness(self, sample: "_Sample", limits: AnswerLimits) -> Record:
+        """Fields that say why an answer is not that of the whole text; none where it is."""
+        n_prompt, drop = len(self.request.tokens), None
+        if sample.n_before_drop is not None:
+            drop = Approximation(
+                by=self._policy, from_token=sample.n_before_drop, n_dropped=sample.n_dropped
+            )
+        counts = AnswerCounts(
+            n_prompt=n_prompt,
+            n_computed=n_prompt + max(len(sample.tokens) - 1, 0),
+            drop=drop,
+            reused=self._begun.reused if self._begun else None,
+        )
+        found = approximations(counts, limits.config, limits.scored)
+        return exactness_fields(found) if found else {}
 
 
 class _Sample:
@@ -243,6 +290,7 @@ class _Sample:
         """Nothing is sampled yet."""
         self.tokens: list[int] = []
         self.n_cached = self.n_dropped = 0
+        self.n_before_drop: int | None = None
         self.reason: str | None = None
         self.score: float | None = None
         self.ended = False
@@ -255,6 +303,7 @@ class _Sample:
         if self.reason is not None:
             return
         self.n_dropped, self.score = output.n_dropped, output.score
+        self.n_before_drop = output.n_before_drop
         for token in output.tokens:
             self.tokens.append(token)
             self._text.append(self._stream.push(token))

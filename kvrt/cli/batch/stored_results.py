@@ -89,24 +89,27 @@ def settle_results(path: str, fd: int, expected: Expected, max_bytes: int) -> in
             return fd
         with open(fd, "rb", closefd=False) as file:
             kept, dropped = _scan(file, expected, max_bytes)
+            real = Path(path).resolve()
+            former = next(p for p in atomic.backup_names(real) if not os.path.lexists(p))
             refused = {why: ids for why, ids in dropped.items() if why in _REFUSED}
             if refused and not expected.restart:
                 raise UsageError(
                     f"-o {path}: holds {_listed(refused, _REFUSED)}; add --restart to take them "
-                    f"out (what -i asks for is computed anew, the former file is kept as {path}~), "
-                    "or give another name, or the requests, model and flags that they are of"
+                    "out (what -i asks for is computed anew, the former file is kept as "
+                    f"{former}), or give another name, or the requests, model and flags that they "
+                    "are of"
                 )
             if not dropped:
                 os.lseek(fd, 0, os.SEEK_SET)
                 return fd
-            _rewrite(Path(path).resolve(), file, kept)
+            _rewrite(real, former, file, kept)
     except BaseException:
         os.close(fd)
         raise
     os.close(fd)
     expected.tell(
         f"{path}: taken out: {_listed(dropped, _REFUSED | _ANEW)}; what -i asks for is computed "
-        f"anew, the former file is {path}~"
+        f"anew, the former file is {former}"
     )
     return -1
 
@@ -147,8 +150,8 @@ def _record(data: bytes) -> dict[str, Any] | None:
     return found if whole else None
 
 
-def _rewrite(path: Path, file: BinaryIO, kept: list[tuple[int, int]]) -> None:
-    """Copies a file to its name with ~, and puts the bytes that are kept in its place."""
+def _rewrite(path: Path, former: Path, file: BinaryIO, kept: list[tuple[int, int]]) -> None:
+    """Copies a file to its backup, and puts the bytes that are kept in its place."""
 
     def copy(start: int, end: int, to: int) -> None:
         while start < end and (
@@ -165,7 +168,7 @@ def _rewrite(path: Path, file: BinaryIO, kept: list[tuple[int, int]]) -> None:
             copy(start, end, to)
 
     with atomic.told_of(path):
-        atomic.replace(path.with_name(f"{path.name}~"), whole)
+        atomic.replace(former, whole)
         atomic.replace(path, rest)
 
 

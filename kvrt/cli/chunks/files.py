@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from kvrt.arrays import Int32
+from kvrt.cli.report.exactness import Approximation
 from kvrt.cli.run.prompt import read_text
 from kvrt.cli.session.open_session import open_existing
 from kvrt.errors import BadSession, UsageError, reason
@@ -45,6 +46,13 @@ class ChunkFile:
 def joined(chunks: Sequence[Sequence[int]], n_lead: int) -> list[int]:
     """Tokens of chunks one behind the other; of each but the first without its n_lead first."""
     return [t for i, ids in enumerate(chunks) for t in ids[n_lead if i else 0 :]]
+
+
+def blended_part(tokens: Sequence[Sequence[int]], ratio: float) -> Approximation | None:
+    """What of blended chunks is approximate: all behind the first; None if all was recomputed."""
+    if len(tokens) == 1 or ratio >= 1:
+        return None
+    return Approximation(by="chunks", from_token=len(tokens[0]))
 
 
 def open_chunk(name: str) -> ChunkFile:

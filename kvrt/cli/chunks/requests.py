@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvrt import BlendSpec, CacheConfig, PrivatePrefix, Runtime
-from kvrt.cli.chunks.files import ChunkFile, joined, open_chunk
+from kvrt.cli.chunks.files import ChunkFile, blended_part, joined, open_chunk
 from kvrt.cli.chunks.reader import ChunkReader
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.cli.process import devices, output, startup
+from kvrt.cli.report.exactness import Approximation
 from kvrt.cli.run.prompt import chunk_lead
 from kvrt.cli.session.open_session import check_fits
 from kvrt.errors import CacheFull
@@ -32,10 +33,12 @@ class Begun:
     Attributes:
       prefix: the tokens of its chunks, and what blends them.
       fields: what its results say of that; how many tokens were reused, once it was blended.
+      reused: what of the chunks is approximate; None if nothing.
     """
 
     prefix: PrivatePrefix
     fields: dict[str, Any]
+    reused: Approximation | None
 
 
 class RequestChunks:
@@ -100,11 +103,14 @@ class RequestChunks:
             "n_chunks": len(files),
             "ratio": self._spec.ratio,
             "check_layer": self._spec.check_layer,
-            "approximate": True,
         }
         named = tuple(zip(files, tokens, strict=True))
         read = functools.partial(self._blended, named, fields)
-        return Begun(prefix=PrivatePrefix(tokens=held, read=read), fields=fields)
+        prefix, reused = (
+            PrivatePrefix(tokens=held, read=read),
+            blended_part(tokens, self._spec.ratio),
+        )
+        return Begun(prefix=prefix, fields=fields, reused=reused)
 
     def said(self) -> list[str]:
         """The line of the summary, where there was a request with chunks."""
@@ -115,7 +121,7 @@ class RequestChunks:
         return [
             f"chunks     {self._n['requests']:,} requests began with blended chunks: "
             f"{self._n['reused']:,} tokens reused, {self._n['recomputed']:,} recomputed behind "
-            f"layer {self._spec.check_layer}; their answers are approximate",
+            f"layer {self._spec.check_layer}",
             f"           chunks computed alone first: {found.n_computed}{kept}",
         ]
 

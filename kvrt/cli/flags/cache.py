@@ -7,7 +7,8 @@ from kvrt.cli.flags.declare import Options, flag, flag_group
 from kvrt.cli.report.size import parse_size
 from kvrt.config import RopeMode
 from kvrt.errors import UsageError
-from kvrt.kv_types import KeyDtypes, KVDtypes
+from kvrt.files import kinds
+from kvrt.kv_types import KeyDtype, KVDtype
 from kvrt.select_spec import LabelDtype
 
 _cache = functools.partial(flag, "Cache")
@@ -18,14 +19,14 @@ _more = functools.partial(flag, "Cache", advanced=True)
 class KVFlags(Options):
     """What decides how many bytes the KV cache takes."""
 
-    cache_type_k: KeyDtypes | None = _cache(
+    cache_type_k: KeyDtype | tuple[KeyDtype, ...] | None = _cache(
         None,
         "dtype of cached keys, or one for each layer group, by commas; if not given, a session's, "
         "else f16 on CPU and bf16 on GPU and TPU",
         "TYPE",
         several=True,
     )
-    cache_type_v: KVDtypes | None = _cache(
+    cache_type_v: KVDtype | tuple[KVDtype, ...] | None = _cache(
         None, "dtype of cached values, likewise", "TYPE", several=True
     )
     hadamard: bool = _more(
@@ -40,7 +41,7 @@ class KVFlags(Options):
 class StepFlags(Options):
     """How much a step does."""
 
-    n_ubatch: int = _cache(512, "tokens of the prompt that a prefill step takes", "N", low=1)
+    n_ubatch: int = _more(512, "tokens of the prompt that a prefill step takes", "N", low=1)
 
 
 @flag_group
@@ -52,9 +53,8 @@ class AttentionFlags(Options):
     )
     attention: Literal["auto", "chunked", "pallas_gpu", "pallas_tpu", "mosaic_gpu"] = _cache(
         "auto",
-        "compute attention by XLA (chunked), or by a kernel for GPUs (pallas_gpu; mosaic_gpu from "
-        "Ampere and JAX 0.11.1 on) or TPUs (pallas_tpu); auto takes the device's kernel if a "
-        "self-test passes, else chunked",
+        "XLA (chunked) or a kernel; auto takes the device's kernel if a self-test passes "
+        "(mosaic_gpu: Ampere and JAX 0.11.1 on)",
         "WAY",
     )
 
@@ -114,8 +114,8 @@ class CheckpointFlags(Options):
     )
     checkpoint_interval: int | None = _more(
         None,
-        "tokens from one to the next, at least those of a step, and whole blocks with --mode "
-        "paged; 0 makes them only where a prompt begins and ends, without the flag each step may",
+        "tokens from one to the next, at least those of a step, and whole blocks in paged mode; 0 "
+        "makes them only where a prompt begins and ends, without the flag each step may",
         "N",
         low=0,
     )
@@ -154,6 +154,7 @@ class SelectFlags(Options):
         "with --select double_sparsity: the file of heavy channels of this model, which "
         "scripts/calibrate_channels.py writes",
         "FILE",
+        file=kinds.INPUT,
     )
     select_labels: LabelDtype = _more(
         "f32", "with --select double_sparsity: dtype of labels", "TYPE"

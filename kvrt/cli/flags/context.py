@@ -6,6 +6,7 @@ from typing import Literal, get_args
 from kvrt.cli.flags.declare import Options, flag, flag_group
 from kvrt.config import ExtendKind
 from kvrt.errors import UsageError
+from kvrt.files import kinds
 
 DropName = Literal["none", "context_shift", "attention_sinks"]
 PolicyName = Literal[
@@ -25,6 +26,19 @@ PolicyName = Literal[
     "duo_attention",
 ]
 BY_POSITION = get_args(DropName)
+_BY_SCORE = tuple(name for name in get_args(PolicyName) if name not in BY_POSITION)
+# The policies that a flag is of.
+_OF = {
+    "n_discard": ("context_shift",),
+    "n_window": ("attention_sinks",),
+    "n_drop": ("attention_sinks",),
+    "n_sink": ("attention_sinks", *_BY_SCORE),
+    "policy_budget": _BY_SCORE,
+    "policy_interval": _BY_SCORE,
+    "streaming_heads": ("duo_attention",),
+    "n_stream": ("duo_attention",),
+    "n_read": ("sparse_window",),
+}
 _context = functools.partial(flag, "Context")
 _policy = functools.partial(flag, "Context", advanced=True)
 
@@ -35,8 +49,8 @@ class SizeFlags(Options):
 
     n_ctx: int = _context(
         0,
-        "cells of the context; 0 takes a session's, or the length the model was trained for if "
-        "that needs at most a quarter of the free memory, else less, but what the prompt needs",
+        "cells of the context; 0 takes a session's, or the trained length as far as a quarter of "
+        "the free memory holds it, and at least prompt and answer",
         "N",
         short="c",
     )
@@ -48,8 +62,8 @@ class KeepFlags(Options):
 
     keep: int = _context(
         0,
-        "tokens of the prompt that a shift never drops, a begin-of-text token not counted; "
-        "-1 keeps all",
+        "tokens of the prompt that a shift never drops, BOS not counted; -1 keeps all; if not "
+        "given, a session's",
         "N",
         low=-1,
     )
@@ -60,7 +74,13 @@ class KeepFlags(Options):
     n_window: int = _policy(
         0, "newest tokens that attention_sinks keeps; 0 takes what the context leaves", "N"
     )
-    n_drop: int = _policy(1, "tokens that attention_sinks drops at once, at least", "N", low=1)
+    n_drop: int = _policy(
+        1,
+        "tokens that attention_sinks drops at once, at least; a quarter of the window, unless keys "
+        "are f32 or stored unrotated: each drop rounds the others again",
+        "N",
+        low=1,
+    )
     policy_budget: str = _policy(
         "512",
         "what each kv head keeps with a --policy by score (h2o and others): tokens, a part of the "
@@ -75,6 +95,7 @@ class KeepFlags(Options):
         "with --policy duo_attention: the kv heads that keep --n_stream tokens, a file that "
         "scripts/streaming_heads.py writes, or by layer, as [[1],[0,2]]; others keep the budget",
         "FILE",
+        file=kinds.INPUT,
     )
     n_stream: int = _policy(
         128, "tokens that heads of --streaming_heads keep: sinks and the newest", "N", low=1
@@ -98,20 +119,29 @@ class KeepFlags(Options):
         """The policy that is meant."""
         raise NotImplementedError  # of the groups of flags with a --policy
 
+    @property
+    def policy_elsewhere(self) -> bool:
+        """Whether a session, or a line of requests, may say the policy."""
+        return False
+
     def check(self) -> None:
-        """Refuses heads that stream without the policy that has them, and that policy without."""
+        """Refuses flags of another policy, and heads that stream without a file of them."""
         super().check()
-        duo = self.policy_name == "duo_attention"
-        if duo and self.streaming_heads is None:
+        if self.policy_name == "duo_attention" and self.streaming_heads is None:
             raise UsageError(
                 "--policy duo_attention wants to know which heads stream; add --streaming_heads "
                 "FILE, which scripts/streaming_heads.py writes"
             )
-        for name in ("streaming_heads", "n_stream"):
-            if name in self.given and not duo:
-                raise UsageError(f"--{name} is of heads that stream; add --policy duo_attention")
-        if self.n_read and self.policy_name != "sparse_window":
-            raise UsageError("--n_read is of sparse_window; add --policy sparse_window")
+        for name, policies in _OF.items():
+            if (
+                name in self.given
+                and self.policy_name not in policies
+                and not self.policy_elsewhere
+            ):
+                some = " or ".join(policies[:2]) + (" or another of them" if policies[2:] else "")
+                raise UsageError(
+                    f"--{name} says nothing with --policy {self.policy_name}; add --policy {some}"
+                )
         if "refresh_every" in self.given and not self.n_read:
             raise UsageError("--refresh_every is of --n_read; add --n_read N")
 
@@ -125,13 +155,12 @@ class RunPolicyFlags(KeepFlags, SizeFlags):
     """What a run keeps that goes on beyond its context."""
 
     context_shift: bool = _context(True, "drop older tokens when the context is full, and continue")
-    policy: PolicyName | None = _policy(
+    policy: PolicyName | None = _context(
         None,
-        "what stays when the context is full: context_shift (the default) drops half of what "
-        "--keep leaves, attention_sinks keeps --n_sink first and --n_window last tokens, none ends "
-        "there; h2o, snapkv, tova, expected_attention and the others keep --policy_budget tokens a "
-        "kv head by score, from the beginning on (kvzip once the prompt was read twice, in several "
-        "times the time)",
+        "what a full context drops: context_shift (the default) half of what --keep leaves, "
+        "attention_sinks all but --n_sink first and --n_window last tokens, none ends there; "
+        "others keep --policy_budget tokens a kv head by score, from the start; if not given, a "
+        "session's",
         "NAME",
     )
 
@@ -153,7 +182,7 @@ class BatchPolicyFlags(KeepFlags):
 
     policy: PolicyName = _context(
         "none",
-        "what a request keeps beyond --n_ctx_seq (none refuses it), or by score",
+        "what a request keeps beyond its share of the context (none refuses it), or by score",
         "NAME",
     )
 

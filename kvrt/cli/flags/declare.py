@@ -8,6 +8,9 @@ import math
 import typing
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
+from kvrt.files.kinds import FileKind
+from kvrt.files.named import NamedFile
+
 INT_MAX = 2**31 - 1
 _KEY = "flag"
 _Class = TypeVar("_Class")
@@ -30,6 +33,7 @@ class Flag:
       needed: it cannot be left out.
       several: it takes some of its words too, by commas.
       advanced: it stands in the help of all flags alone.
+      file: the kind of file or folder that it names; None for values that are no path.
       name: of the field.
       type: of the field.
     """
@@ -46,6 +50,7 @@ class Flag:
     needed: bool = False
     several: bool = False
     advanced: bool = False
+    file: FileKind | None = None
     name: str = ""
     type: Any = None
 
@@ -71,6 +76,11 @@ class Flag:
         """All names that it is given by."""
         return tuple(x for x in (self.name, self.short, *self.aliases) if x)
 
+    def labelled(self, value: str) -> str:
+        """The flag with a value, for messages; of a place the value alone."""
+        name = f"-{self.short}" if len(self.short) == 1 else f"--{self.name}"
+        return value if self.place else f"{name} {value}"
+
 
 def flag(group: str, default: Any, help: str, value: str = "", **more: Any) -> Any:
     """A field of a `flag_group`; `more` are further fields of its `Flag`."""
@@ -92,6 +102,20 @@ class Options:
 
     def check(self) -> None:
         """Refuses flags that contradict each other; raises UsageError."""
+
+    def file_kind(self, flag: Flag) -> FileKind | None:
+        """The kind of file that a flag names beside these values."""
+        return flag.file
+
+    def files(self) -> list[NamedFile]:
+        """Files and folders that this process reads or writes by its flags."""
+        found = []
+        for flag in flags_of(type(self)):
+            kind, value = self.file_kind(flag), getattr(self, flag.name)
+            paths = value if isinstance(value, tuple) else (value,)
+            if kind is not None and value is not None:
+                found += [NamedFile(label=flag.labelled(x), path=x, kind=kind) for x in paths]
+        return found
 
     def settled(self) -> "Options":
         """The options with a value in place of what is left to chance."""

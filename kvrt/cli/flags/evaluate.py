@@ -11,6 +11,7 @@ from kvrt.cli.flags.declare import Options, flag, flag_group
 from kvrt.cli.flags.mesh import MeshFlags
 from kvrt.cli.flags.run_session import SessionFlags
 from kvrt.errors import UsageError
+from kvrt.files import kinds
 
 RANDOM = -1  # as a seed
 UNTIL_FULL = -2  # as a length
@@ -56,14 +57,18 @@ class PromptFlags(Options):
         "read the text from a file, - for standard input; a newline at its end is left out",
         "FILE",
         short="f",
+        file=kinds.INPUT,
     )
     tokens: str | None = _prompt(
-        None, "read ids from a file with a JSON list, - for standard input", "FILE"
+        None,
+        "read ids from a file with a JSON list, - for standard input",
+        "FILE",
+        file=kinds.INPUT,
     )
     chat: bool = _prompt(
         False,
-        "take the text as a user's message, by the model's chat template; with --session it "
-        "is the next turn of the conversation there",
+        "take the text as a user's message, by the model's chat template; with a session it is the "
+        "next turn of the conversation there",
     )
 
     system: str | None = _prompt(
@@ -239,11 +244,9 @@ class RunOptions(WriteFlags, TextFlags, SessionFlags, PromptFlags):
     cells: bool = _output(False, "print a map of the cells on standard error")
     draft: str | None = _length(
         None,
-        "verify several tokens a step; the text is the same. ngram drafts what followed the newest "
-        "tokens before, layerskip:E what the first E layers say, any other name is a smaller "
-        "model of the same vocabulary",
-        "ngram|layerskip:E|MODEL",
-        advanced=True,
+        "the same text sooner, from drafts verified a step: ngram (from the text so far), "
+        "layerskip:E (by the first E layers) or a smaller model's name",
+        "WAY",
     )
     n_draft: int = _length(
         8, "with --draft: tokens drafted a step", "K", low=1, most=64, advanced=True
@@ -253,6 +256,11 @@ class RunOptions(WriteFlags, TextFlags, SessionFlags, PromptFlags):
     def prompt_elsewhere(self) -> bool:
         """Whether a session, or a schema, may hold the prompt."""
         return self.session is not None and not self.append
+
+    @property
+    def policy_elsewhere(self) -> bool:
+        """Whether a session may say the policy."""
+        return self.session is not None
 
     def check(self) -> None:
         """Refuses log-probabilities in text."""

@@ -4,9 +4,10 @@ import functools
 
 from kvrt.cli.flags.declare import Options, flag, flag_group
 from kvrt.errors import UsageError
+from kvrt.files.named import NamedFile
 
 AUTO = "auto"
-_devices = functools.partial(flag, "Devices")
+_devices = functools.partial(flag, "Devices", advanced=True)
 _processes = functools.partial(
     flag, "Several processes (each is given the same flags but for --process_id)", advanced=True
 )
@@ -36,6 +37,10 @@ class MeshFlags(DeviceFlags):
     )
     n_processes: int = _processes(0, "how many processes there are", "N")
     process_id: int = _processes(0, "which of them this is; the first, 0, prints and writes", "I")
+
+    def files(self) -> list[NamedFile]:
+        """As `Options.files`; none of a process that is not the first."""
+        return [] if self.process_id else super().files()
 
     def check(self) -> None:
         """Refuses processes that have no place to meet, or have no place among the others."""

@@ -2,10 +2,11 @@
 
 import functools
 
-from kvrt.cli.flags.declare import Options, flag, flag_group
+from kvrt.cli.flags.declare import Flag, Options, flag, flag_group
 from kvrt.cli.flags.mesh import MeshFlags
 from kvrt.config import MAX_SEQUENCES
 from kvrt.errors import UsageError
+from kvrt.files import kinds
 
 _session = functools.partial(flag, "Session")
 
@@ -20,6 +21,7 @@ class NameFlags(Options):
         "sessions, and the best is reused",
         "FILE",
         aliases=("prompt_cache",),
+        file=kinds.SESSION,
     )
     session_ro: bool = _session(False, "never write the session", aliases=("prompt_cache_ro",))
     session_all: bool = _session(
@@ -61,8 +63,8 @@ class ReplaceFlags(SequenceFlags):
     )
     overwrite: bool = _session(
         False,
-        "replace a session of another text, even where more than 64 tokens and a tenth of it "
-        "go; the former one stays as FILE~",
+        "replace a damaged session, or one of another text, even where more than 64 tokens and a "
+        "tenth of it go; the former one stays as FILE~",
     )
 
     def check(self) -> None:
@@ -78,6 +80,11 @@ class ReplaceFlags(SequenceFlags):
 @flag_group
 class SessionFlags(ReplaceFlags, NameFlags):
     """A session to reuse and to save, and what may become of it."""
+
+    def file_kind(self, flag: Flag) -> kinds.FileKind | None:
+        """As `Options.file_kind`; with --session_ro the session is an input."""
+        is_input = flag.name == "session" and self.session_ro
+        return kinds.INPUT if is_input else super().file_kind(flag)
 
     def check(self) -> None:
         """Refuses what says something of a session where none is named."""

@@ -6,6 +6,7 @@ from typing import Literal
 from kvrt.cli.flags.declare import Options, flag, flag_group
 from kvrt.cli.report.size import parse_size
 from kvrt.errors import UsageError
+from kvrt.files import kinds
 
 # Those of `kvrt.serving` and `kvrt.paged`, which no help text waits for.
 Order = Literal["fcfs", "priority", "lpm", "dfs", "batchllm"]
@@ -67,6 +68,7 @@ class TierFlags(Options):
         None,
         "with --host_cache: a folder that they are offloaded to as well, for later commands too",
         "FOLDER",
+        file=kinds.BLOCKS,
     )
     disk_cache_size: str = _more("10GB", "what the files of --disk_cache may take", "SIZE")
     eviction_policy: Eviction = _more(

@@ -27,6 +27,7 @@ from kvrt.cli.flags.session_files import BlendFlags, JsonFlags, QuietFlags
 from kvrt.cli.report.size import parse_size
 from kvrt.config import MAX_SEQUENCES
 from kvrt.errors import UsageError
+from kvrt.files import kinds
 
 Mode = Literal["cell", "paged"]
 
@@ -168,8 +169,8 @@ class ServeFlags(Options):
     )
     shared_reads: bool = _more(
         False,
-        "read what requests share, a system prompt or the prompt of several samples, once for all "
-        "of them in each step, where that is faster; sums round otherwise",
+        "attend to shared prefixes once per step when faster (cascade attention); the last bits "
+        "may differ",
     )
     salt: str | None = _more(
         None, "requests of different salts never share a prefix; a line may say its own", "TEXT"
@@ -181,6 +182,7 @@ class ServeFlags(Options):
         None,
         "a folder of sessions, as of run --session; each request begins from the best of them",
         "FOLDER",
+        file=kinds.SESSIONS,
     )
 
     def check(self) -> None:
@@ -208,7 +210,12 @@ class BatchFiles(Options):
     """Where requests come from and results go to."""
 
     input: str | None = _files(
-        None, "the requests, - for standard input", "FILE", short="i", needed=True
+        None,
+        "the requests, - for standard input",
+        "FILE",
+        short="i",
+        needed=True,
+        file=kinds.INPUT,
     )
     output: str | None = _files(
         None,
@@ -216,14 +223,18 @@ class BatchFiles(Options):
         "FILE",
         short="o",
         needed=True,
+        file=kinds.RESULTS,
     )
     restart: bool = _files(
         False,
-        "take results of another model, other flags or other requests out of -o, where they "
-        "are refused otherwise, and compute anew; the former file is kept, with ~ at its name",
+        "recompute results made with another model, other flags or other requests, which are "
+        "refused otherwise; the old file is kept as FILE~, or FILE~2 and so on",
     )
     metrics: str | None = _files(
-        None, "write counters here at the end, as Prometheus reads them", "FILE"
+        None,
+        "write counters here every few seconds and at the end, as Prometheus reads them",
+        "FILE",
+        file=kinds.METRICS,
     )
     stats: bool = _files(False, "also print all counters at the end, as a table")
 
@@ -268,6 +279,11 @@ class BatchOptions(
     n_draft: int = _length(
         8, "with --draft: tokens drafted a step", "K", low=1, most=64, advanced=True
     )
+
+    @property
+    def policy_elsewhere(self) -> bool:
+        """Whether a line may say the policy."""
+        return True
 
     def check(self) -> None:
         """Refuses options of blocks where there are none, and of cells where there are blocks."""

@@ -17,6 +17,7 @@ from kvrt.cli.flags.run_session import ReplaceFlags, SequenceFlags
 from kvrt.cli.report.size import parse_size
 from kvrt.config import MAX_SEQUENCES
 from kvrt.errors import UsageError
+from kvrt.files import kinds
 from kvrt.kv_types import KVDtype
 
 Target = Literal[
@@ -31,21 +32,25 @@ _output = functools.partial(flag, "Output")
 
 
 def _schema(help: str) -> Any:
-    return _session(None, f"{help}; see kvrt help schema", "FILE", advanced=True)
+    return _session(None, f"{help}; see kvrt help schema", "FILE", advanced=True, file=kinds.INPUT)
 
 
 @flag_group
 class FileFlags(Options):
     """A session that is there."""
 
-    session: str | None = _session(None, "the session file", "SESSION", place=True, needed=True)
+    session: str | None = _session(
+        None, "the session file", "SESSION", place=True, needed=True, file=kinds.INPUT
+    )
 
 
 @flag_group
 class NewFileFlags(Options):
     """A session that is made."""
 
-    output: str | None = _session(None, "the session file to write", "FILE", short="o", needed=True)
+    output: str | None = _session(
+        None, "the session file to write", "FILE", short="o", needed=True, file=kinds.NEW
+    )
 
 
 @flag_group
@@ -66,6 +71,9 @@ class JsonFlags(Options):
 class PrefillOptions(QuietFlags, TextFlags, PromptFlags, ReplaceFlags, NewFileFlags):
     """Values of the flags of `kvrt prefill`."""
 
+    output: str | None = _session(
+        None, "the session file to write", "FILE", short="o", needed=True, file=kinds.SESSION
+    )
     schema: str | None = _schema("compute the modules of a schema, each once and alone")
 
     as_chunk: bool = _session(
@@ -77,6 +85,11 @@ class PrefillOptions(QuietFlags, TextFlags, PromptFlags, ReplaceFlags, NewFileFl
     def prompt_elsewhere(self) -> bool:
         """Whether a schema holds the text."""
         return self.schema is not None
+
+    @property
+    def policy_elsewhere(self) -> bool:
+        """Whether the session that is there may say the policy."""
+        return True
 
     def check(self) -> None:
         """Refuses a conversation as a chunk, and one that is appended."""
@@ -101,6 +114,7 @@ class QuestionFlags(Options):
         "its answer, not with --quiet",
         "FILE",
         short="F",
+        file=kinds.INPUT,
     )
 
 
@@ -109,7 +123,7 @@ class BlendFlags(Options):
     """How chunks are blended, and where texts are kept."""
 
     chunk_dir: str | None = _cache(
-        None, "a folder that keeps chunks of texts, and finds them", "DIR"
+        None, "a folder that keeps chunks of texts, and finds them", "DIR", file=kinds.SESSIONS
     )
     ratio: float = _chunks(
         0.15, "of the tokens of chunks, how many are computed again", "R", most=1
@@ -131,6 +145,7 @@ class ChunkFlags(BlendFlags):
         "in place of SESSION: a text file, or what kvrt prefill --as_chunk made of one; give it "
         "once for each, in the order of the text",
         "FILE",
+        file=kinds.INPUT,
     )
     auto_ratio: bool = _chunks(
         False,
@@ -143,7 +158,9 @@ class ChunkFlags(BlendFlags):
 class AskedFile(Options):
     """The session of a question; with chunks its place is the question's."""
 
-    session: str | None = _session(None, "the session file", "SESSION", place=True)
+    session: str | None = _session(
+        None, "the session file", "SESSION", place=True, file=kinds.INPUT
+    )
 
 
 @flag_group
@@ -153,6 +170,11 @@ class AskOptions(WriteFlags, EvalFlags, ChunkFlags, QuestionFlags, SequenceFlags
     schema: str | None = _schema(
         "QUESTION is a <prompt> of the modules that the session has of this schema"
     )
+
+    @property
+    def policy_elsewhere(self) -> bool:
+        """Whether the session may say the policy."""
+        return self.session is not None
 
     def check(self) -> None:
         """Wants a session or chunks, and a question or a file of them."""
@@ -202,7 +224,9 @@ class InspectOptions(JsonFlags, NamedModel, FileFlags):
 
     cells: bool = _output(False, "a map of the cells of each group")
     tokens: bool = _output(False, "ids of the tokens of each sequence; their text too with -m")
-    html: str | None = _output(None, "write a page with the map of the cells", "FILE")
+    html: str | None = _output(
+        None, "write a page with the map of the cells", "FILE", file=kinds.PAGE
+    )
 
     def check(self) -> None:
         """Wants a model for texts only."""
@@ -267,6 +291,21 @@ class TrimOptions(QuietFlags, FileFlags):
         "write it there; else in its own place, where what --keep drops stays as SESSION~",
         "FILE",
         short="o",
+        file=kinds.NEW,
+    )
+
+
+@flag_group
+class RepairOptions(QuietFlags, FileFlags):
+    """Values of the flags of `kvrt repair`."""
+
+    output: str | None = _session(
+        None,
+        "write what is sound there; else in its own place, and the damaged session stays as "
+        "SESSION~",
+        "FILE",
+        short="o",
+        file=kinds.NEW,
     )
 
 
@@ -299,12 +338,14 @@ class ConvertOptions(QuietFlags, NamedWeights, NewFileFlags, FileFlags):
         "with -m: file with a JSON list of the ids that the cache was computed from, or an object "
         "of such lists by sequence, where the other program's file lacks them, as mlx-lm's do",
         "FILE",
+        file=kinds.INPUT,
     )
     notes: str | None = _session(
         None,
         "with --to mlx: file with a JSON object of texts for the cache's metadata, like "
         '{"model": "...", "tokenizer_config": "{}"}, which mlx_lm.generate looks for',
         "FILE",
+        file=kinds.INPUT,
     )
 
     def check(self) -> None:
@@ -330,7 +371,9 @@ class ConvertOptions(QuietFlags, NamedWeights, NewFileFlags, FileFlags):
 class FolderFlags(Options):
     """A folder of sessions."""
 
-    folder: str | None = _session(None, "the folder", "FOLDER", place=True, needed=True)
+    folder: str | None = _session(
+        None, "the folder", "FOLDER", place=True, needed=True, file=kinds.INPUT
+    )
 
 
 @flag_group

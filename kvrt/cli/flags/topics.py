@@ -28,10 +28,12 @@ values, and where sampling was left.
   kvrt verify book.kv -m MODEL            whether it is sound and fits
   kvrt explain book.kv -f new.txt         what a text would reuse
   kvrt fork, trim, convert                copies, cut or converted
+  kvrt repair book.kv                     what is sound of a damaged one
   kvrt ls FOLDER, kvrt prune FOLDER       a folder of sessions
 
 A session of another model, or one that is damaged, is refused; the
-file stays as it is.
+file stays as it is. kvrt run --overwrite replaces it, and keeps the
+former one as FILE~, as kvrt repair does.
 """
 _SCHEMA = """\
 A schema names parts of prompts, modules, that are computed once:
@@ -77,7 +79,8 @@ attention_sinks keeps the first tokens and a window of the newest;
 --n_sink, --n_window, --n_drop, --n_discard size both. With -gan 4
 the model reads four times further (SelfExtend). Layers with a window
 keep the cells of their window; recurrent layers keep a state and
-cannot drop older tokens.
+cannot drop older tokens. The summary and --json say from which token
+on an answer is not that of the whole text, and why.
 
 Long texts, as an approximation:
 
@@ -154,13 +157,20 @@ _EXIT_CODES = """\
        batch that failed; fit: it does not fit
   2    a mistake in the call: a flag, a file or model that is not
        there, a session of another model
-  130  interrupted by Ctrl-C; what was written so far is whole
+  130  interrupted by Ctrl-C (SIGINT), 143 by SIGTERM, 129 by SIGHUP (a
+       closed terminal): what was read and written is saved first; a
+       second signal ends at once
 """
 _ENVIRONMENT = """\
   KVRT_CACHE       the folder for fetched models, compiled programs and
                    weights of int8; without it kvrt in XDG_CACHE_HOME
                    or ~/.cache
+  JAX_COMPILATION_CACHE_DIR
+                   another folder for compiled programs;
+                   JAX_ENABLE_COMPILATION_CACHE=0 keeps none
   JAX_PLATFORMS    cpu, cuda, rocm or tpu in place of what JAX finds
+  Other variables of JAX that would change results (JAX_ENABLE_X64,
+  JAX_DEFAULT_PRNG_IMPL, JAX_DEFAULT_MATMUL_PRECISION, ...) change none.
 """
 
 TOPICS: Mapping[str, str] = MappingProxyType(

@@ -11,8 +11,12 @@ import os
 import sys
 import unicodedata
 import warnings
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from kvrt.errors import KvrtError, reason
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _STDOUT, _STDERR = 1, 2
 
@@ -93,6 +97,36 @@ def note(text: str) -> None:
     """Writes to standard error, made `printable`; nowhere if that is full or gone."""
     with contextlib.suppress(OSError):
         print(printable(text, but="\n\t"), file=sys.stderr, flush=True)
+
+
+def console(**options: Any) -> "Console":
+    """Standard error for what is shown on a terminal; one that is closed meanwhile takes nothing.
+
+    Args:
+      options: of `rich.console.Console`.
+    """
+    from rich.console import Console
+
+    return Console(file=cast(TextIO, _Lasting(sys.stderr)), **options)
+
+
+class _Lasting:
+    """A text file that ignores failed writes: after SIGHUP there is a session to save."""
+
+    def __init__(self, file: TextIO):
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.flush()
 
 
 def drop_pending(*files: int) -> None:

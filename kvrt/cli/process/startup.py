@@ -8,25 +8,27 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from kvrt import jax_settings
 from kvrt.attention.registry import AUTO, require
 from kvrt.cli.process.output import warn
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.errors import BadConfig, KvrtError, UsageError
+from kvrt.program import disk_hits
 from kvrt.program.estimate import of_blocks, of_cells
 from kvrt.program.mesh import MeshSpec
-from kvrt_models import hub
 
 _MEMINFO = Path("/proc/meminfo")
 _NO_MEMORY = "RESOURCE_EXHAUSTED"
 
 
 def check_device(attention: str = AUTO) -> None:
-    """Starts JAX's backend, which has to have what computes attention.
+    """Starts JAX's backend under kvrt's settings; it has to have what computes attention.
 
     Raises:
       KvrtError: there is none of those that JAX was told to use.
       NoKernel: the kernel asked for is one of other devices.
     """
+    jax_settings.set_for_process()
     try:
         jax.devices()
     # Some versions of JAX assert instead when a platform has no plugin at all.
@@ -38,22 +40,12 @@ def check_device(attention: str = AUTO) -> None:
     require(attention, jax.default_backend())
 
 
-def keep_programs() -> None:
-    """Makes JAX keep compiled programs in the cache folder, so that the next start is quick.
-
-    A folder that cannot be used costs time only, and is a warning. One that others may write to
-    is not used: programs read from it are run.
-    """
-    if jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
-        return
+def keep_programs_or_warn() -> None:
+    """`kvrt.keep_programs`; a folder that cannot be used costs time only, and is a warning."""
     try:
-        folder = hub.private_folder("xla")
-    except (OSError, UsageError) as error:
-        warn(f"compiled programs are not kept ({error}); set KVRT_CACHE to a folder of your own")
-        return
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        disk_hits.keep_programs()
+    except UsageError as error:
+        warn(str(error))
 
 
 def check_memory(
@@ -88,7 +80,7 @@ def check_memory(
         what = "tokens in blocks" if paged else "cells"
         beside = f" (with {_gb(widened)} for a widened matrix)" if widened else ""
         raise BadConfig(
-            f"a cache of {config.n_ctx} {what} needs {_gb(wanted)}{beside}, {_gb(left)} are "
+            f"a cache of {config.n_ctx:,} {what} needs {_gb(wanted)}{beside}, {_gb(left)} are "
             "available; "
             "lower -c, or halve it with --cache_type_k bf16 --cache_type_v bf16"
         )

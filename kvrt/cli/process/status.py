@@ -2,12 +2,31 @@
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 from kvrt.cli.flags.declare import Options
 from kvrt.cli.flags.evaluate import ModelFlags
+from kvrt.cli.process import output
 
 Say = Callable[[str], None]
+LINE_S = 15.0  # between two lines of progress where there is no terminal
+
+
+class Every:
+    """A clock that is due once in so many seconds."""
+
+    def __init__(self, seconds: float):
+        """Starts the clock."""
+        self._seconds, self._last = seconds, time.monotonic()
+
+    def due(self) -> bool:
+        """True if so many seconds have passed since it was made, or was due last."""
+        now = time.monotonic()
+        if now - self._last < self._seconds:
+            return False
+        self._last = now
+        return True
 
 
 @contextlib.contextmanager
@@ -19,10 +38,9 @@ def waiting(what: str, wanted: bool) -> Iterator[Say]:
     if not (wanted and sys.stderr.isatty()):
         yield lambda text: None
         return
-    from rich.console import Console
     from rich.text import Text
 
-    with Console(stderr=True).status(Text(what)) as shown:
+    with output.console().status(Text(what)) as shown:
         yield lambda text: shown.update(Text(text))
 
 

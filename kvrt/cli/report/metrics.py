@@ -35,8 +35,8 @@ def rows(stats: EngineStats) -> Iterator[tuple[str, str]]:
     if stats.reads.get("read_once"):
         once, spared = stats.reads["read_once"], stats.reads["not_read_again"]
         yield "shared tokens read once", f"{once:,} in place of {once + spared:,}"
-    if stats.n_extend:
-        yield "rounds of SelfExtend", f"{stats.n_extend:,}"
+    events = {"rounds of SelfExtend": stats.n_extend, "scores that were NaN": stats.n_nan_scores}
+    yield from ((what, f"{n:,}") for what, n in events.items() if n)
     for i, pool in enumerate(stats.pools):
         name = f"pool {i}" if len(stats.pools) > 1 else "cache"
         used = _part(pool.n_units - pool.n_free, pool.n_units)

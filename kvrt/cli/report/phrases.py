@@ -86,6 +86,11 @@ def checkpoint_noun(n: int) -> str:
     return "checkpoint" if n == 1 else "checkpoints"
 
 
+def nan_scores(n: int) -> str:
+    """What a summary says of scores that were NaN."""
+    return f"{n:,} {'score was' if n == 1 else 'scores were'} NaN: such tokens were evicted first"
+
+
 def compiled(n: int, seconds: float, n_from_disk: int) -> str:
     """The line of a summary that says what compiling took, and what needed none."""
     disk = ""

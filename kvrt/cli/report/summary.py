@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,10 @@ import numpy as np
 
 from kvrt import Stats, kv_types
 from kvrt.cells import Cells
+from kvrt.cli.process import output, status
 from kvrt.cli.report import phrases
 from kvrt.cli.report.cell_map import MAP_WIDTH, OWNERS, signs
+from kvrt.cli.report.exactness import Approximation, exactness_fields, exactness_lines
 
 if TYPE_CHECKING:
     from kvrt.attention.scored.policy import ScoredPolicy
@@ -50,7 +53,7 @@ class Outcome:
       texts: what the ids of `logprobs` say, by id.
       seed: of the random numbers; None where the most probable token was taken.
       n_restored: how many of them a session held; None without a session.
-      n_prefilled: how many of them were evaluated; fewer after Ctrl-C.
+      n_prefilled: how many of them were evaluated; fewer after a signal.
       n_generated: tokens sampled, an end-of-text token included.
       finish_reason: a key of the reasons: stop, stop_string, length, context_full, interrupted,
         bad_logits.
@@ -60,6 +63,7 @@ class Outcome:
       tokens: ids sampled; kept for JSON only.
       text: what they say, without stop text; kept for JSON only.
       logprobs: the best ids and log-probabilities of each token, or None if not asked for.
+      approximations: why the answer is not that of the whole text; none where it is.
     """
 
     model: str
@@ -74,6 +78,7 @@ class Outcome:
     text: str = ""
     logprobs: Sequence[Sequence[tuple[int, float]]] | None = None
     texts: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    approximations: Sequence[Approximation] = ()
     n_restored: int | None = None
     seed: int | None = None
     weights: str = ""
@@ -97,29 +102,45 @@ class Outcome:
 
 @contextlib.contextmanager
 def prefill_bar(n_prompt: int, wanted: bool) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, nothing otherwise; the function it gives takes the tokens done."""
+    """A bar with rate and time left on a terminal, else a line every 15 seconds.
+
+    The function that it gives takes the tokens done.
+    """
+    start, clock = time.perf_counter(), status.Every(status.LINE_S)
+
+    def line(done: int) -> None:
+        if wanted and clock.due():
+            rate = done / (time.perf_counter() - start)
+            output.note(f"prompt     {done:,} of {n_prompt:,} tokens, {rate:,.1f} tokens/s")
+
     if not (wanted and sys.stderr.isatty()):
-        yield lambda done: None
+        yield line
         return
     from rich import progress
-    from rich.console import Console
 
     columns = (
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),
         progress.MofNCompleteColumn(),
-        progress.TimeElapsedColumn(),
+        progress.TextColumn("{task.fields[rate]}"),
+        progress.TimeRemainingColumn(),
+        progress.TextColumn("left"),
     )
-    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task("prompt", total=n_prompt)
-        yield lambda done: bars.update(task, completed=done)
+    with progress.Progress(*columns, console=output.console(), transient=True) as bars:
+        task = bars.add_task("prompt", total=n_prompt, rate="")
+
+        def show(done: int) -> None:
+            rate = done / (time.perf_counter() - start)
+            bars.update(task, completed=done, rate=f"{rate:,.0f} tokens/s")
+
+        yield show
 
 
 def summary(outcome: Outcome) -> list[str]:
     """The lines that end a run."""
     stats = outcome.stats
     whole = outcome.n_prefilled == outcome.n_wanted
-    prompt = "" if whole else f"{outcome.n_prefilled} of "
+    prompt = "" if whole else f"{outcome.n_prefilled:,} of "
     prompt += f"{_count(outcome.n_wanted, 'token')} in {outcome.prefill_s:.2f} s"
     reason = _REASONS[outcome.finish_reason]
     seed = "" if outcome.seed is None else f"; seed {outcome.seed}"
@@ -135,11 +156,13 @@ def summary(outcome: Outcome) -> list[str]:
         f"{kv_types.described(stats.type_k, stats.type_v)}",
         *([f"           {checkpoint_line(stats)}"] if _had_checkpoints(stats) else []),
         *([f"policy     {kept_line(stats.scored)}"] if stats.scored else []),
+        *([f"           {phrases.nan_scores(stats.n_nan_scores)}"] if stats.n_nan_scores else []),
         *([f"reads      {read_line(outcome, stats.select)}"] if stats.select else []),
         f"upkeep     {_count(stats.n_shift, 'context shift')}, "
         f"{_count(stats.n_dropped, 'token')} dropped, {_count(stats.n_defrag, 'defrag')}"
         + (f", {_count(stats.n_extend, 'round')} of SelfExtend" if stats.n_extend else ""),
         *(f"           {line}" for line in drop_lines(outcome.n_prompt, stats)),
+        *exactness_lines(outcome.approximations),
     ]
 
 
@@ -153,10 +176,7 @@ def kept_line(policy: "ScoredPolicy") -> str:
     if policy.reads is not None:
         reads = policy.reads
         kept += f", and reads {reads.n_read:,} of them, but all every {reads.every:,} tokens"
-    return (
-        f"{type(policy).__name__} keeps {kept}; of a text longer than that the answer is an "
-        "approximation"
-    )
+    return f"{type(policy).__name__} keeps {kept}"
 
 
 def read_line(outcome: Outcome, select: "Select") -> str:
@@ -165,8 +185,7 @@ def read_line(outcome: Outcome, select: "Select") -> str:
     part = f"{n_read / n_cached:.0%} of the cached cells" if n_cached else "no token decoded"
     return (
         f"{select.name}, {select.n_cells:,} cells a token at most, {part}, beyond the first "
-        f"{_count(select.n_dense, 'layer')}; of a text longer than that the answer is an "
-        "approximation"
+        f"{_count(select.n_dense, 'layer')}"
     )
 
 
@@ -209,13 +228,13 @@ def drop_lines(n_prompt: int, stats: Stats) -> list[str]:
     for drop in shown:
         n_read = drop.n_past + dropped
         # A shift makes room for a token that was sampled but not yet evaluated.
-        when = f"{n_read - n_prompt + 1} generated"
+        when = f"{n_read - n_prompt + 1:,} generated"
         if n_read < n_prompt:
-            when = f"{n_read} of the prompt's tokens"
-        lines.append(f"{drop.n_dropped} of {drop.n_past} dropped after {when}")
+            when = f"{n_read:,} of the prompt's tokens"
+        lines.append(f"{drop.n_dropped:,} of {drop.n_past:,} dropped after {when}")
         dropped += drop.n_dropped
     more = len(stats.drops) - len(lines)
-    return [*lines, f"and {more} more"] if more else lines
+    return [*lines, f"and {more:,} more"] if more else lines
 
 
 def outcome_json(
@@ -250,7 +269,7 @@ def outcome_json(
         "decode_tps": outcome.decode_tps,
         "rss_bytes": rss_bytes(),
     }
-    fields |= _where_used(stats)
+    fields |= _where_used(stats) | exactness_fields(outcome.approximations)
     if stats.select:
         n_read, n_cached = cells_read(outcome, stats.select)
         fields |= {"select": stats.select.name, "n_read": n_read, "n_cached": n_cached}
@@ -265,8 +284,8 @@ def outcome_json(
 
 
 def _where_used(stats: Stats) -> dict[str, Any]:
-    """Fields of checkpoints and of drafts, where there were any."""
-    fields: dict[str, Any] = {}
+    """Fields of states in place of cells, of checkpoints and of drafts, where there were any."""
+    fields: dict[str, Any] = {} if stats.unit == "cell" else {"cache_unit": stats.unit}
     if _had_checkpoints(stats):
         lost = [{"pos": x.pos, "reason": x.reason} for x in stats.lost_checkpoints]
         fields |= {"n_checkpoints": stats.n_checkpoints, "lost_checkpoints": lost}
@@ -305,10 +324,9 @@ def print_cells(cells: Cells, stats: Stats) -> None:
 
     Rows equal to the one before are left out, with a * in their place.
     """
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = output.console(highlight=False, soft_wrap=True)
     digits = len(str(stats.n_ctx))
     room = shutil.get_terminal_size().columns - digits - 1
     width = max(room // 8 * 8, 8) if console.is_terminal else MAP_WIDTH
@@ -333,11 +351,12 @@ def _coloured(row: str):
 
 
 def _count(n: int, what: str) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
 
 
 def _used(stats: Stats) -> str:
-    return f"{stats.cells_used} of {stats.n_ctx} cells used, n_kv {stats.n_kv}"
+    used = f"{stats.cells_used:,} of {_count(stats.n_ctx, stats.unit)} used"
+    return f"{used}, n_kv {stats.n_kv:,}" if stats.unit == "cell" else used
 
 
 def _rate(n: int, seconds: float) -> float | None:

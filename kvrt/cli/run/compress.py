@@ -30,7 +30,7 @@ def read_compressed(
 ) -> None:
     """Reads a prompt and compresses it; says before what that takes, and after what it took.
 
-    Ctrl-C ends it between two steps, and nothing of the prompt is read then.
+    A signal ends it between two steps, and nothing of the prompt is read then.
     """
     interrupt.check()
     policy = runtime.stats().scored
@@ -60,7 +60,7 @@ def read_compressed(
     finally:
         compiled = runtime.stats().compile_s - compiled
         reading.seconds = time.perf_counter() - start - compiled
-    reading.n_done = n
+    reading.n_done = reading.n_compressed = n
     reading.seconds -= found.compile_s
     if not quiet:
         if found.transient_bytes:

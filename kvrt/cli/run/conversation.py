@@ -1,12 +1,15 @@
 """Turns of a conversation by the model's chat template: the first, and those that follow.
 
-What a session holds is never tokenized again. A template renders whole conversations, so a turn
-that follows is what it writes behind an answer: the end of that answer's turn, the new message, and
-what begins the next answer.
+A template renders whole conversations, so the next turn is what it writes of all messages. As far
+as a session holds that text its tokens stay as they are; where the template writes an earlier part
+otherwise (thoughts that it drops, today's date) the session is cut and computed anew from there.
 """
 
 import dataclasses
+import difflib
 import itertools
+import json
+import re
 from collections.abc import Iterable, Sequence
 
 from kvrt.errors import UsageError
@@ -15,6 +18,11 @@ from kvrt_models.tokenizer.encode import Tokenizer
 
 # Stand for an earlier message, its answer and the new message; no template changes them.
 _FIRST, _ANSWER, _NEXT = "message-1-5d80", "answer-1-5d80", "message-2-5d80"
+_SYSTEM = "system-5d80"
+# Two moments without a word of a date in common.
+_CLOCKS = ("1987-11-30T23:58:59", "2031-02-04T05:06:07")
+_DATE = "[^\\n]{0,40}?"
+_SHOWN = 40  # letters of a text that is written otherwise
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,11 +41,48 @@ class Conversation:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Rewritten:
+    """Where a template writes an earlier part of a conversation otherwise than a session holds it.
+
+    Attributes:
+      first: the first token that does not stay.
+      n_held: tokens of the session.
+      held: how the text begins there, that the session holds.
+      now: how the text begins there, that the template writes.
+    """
+
+    first: int
+    n_held: int
+    held: str
+    now: str
+
+    def __str__(self) -> str:
+        """One line for a reader."""
+        held, now = (
+            json.dumps(text if len(text) <= _SHOWN else text[:_SHOWN] + "...")
+            for text in (self.held, self.now)
+        )
+        return (
+            f"the chat template now writes {now} where the session holds {held}; computed anew "
+            f"from token {self.first:,} of {self.n_held:,}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What follows a conversation: its tokens, and whether the message before has no answer."""
+    """A conversation with its next message, up to where the answer begins.
+
+    Attributes:
+      ids: all of its tokens.
+      n_kept: how many of them the session holds.
+      unanswered: the message before has no answer.
+      rewritten: where the template writes an earlier part otherwise.
+    """
 
     ids: list[int]
+    n_kept: int
     unanswered: bool = False
+    rewritten: Rewritten | None = None
 
 
 def first_turn(text: str, system: str | None, tokenizer: Tokenizer) -> list[int]:
@@ -61,8 +106,8 @@ def first_turn(text: str, system: str | None, tokenizer: Tokenizer) -> list[int]
 def next_turn(so_far: Conversation, text: str, system: str | None, tokenizer: Tokenizer) -> Turn:
     """Token ids of a message behind a conversation, up to where its answer begins.
 
-    An answer that was cut short is ended first; the token that ended it, if it was sampled, is
-    taken once, whichever of the model's end tokens it was.
+    The tokens that stay and those that follow are the template's text of all messages. A token that
+    ended the answer, whichever it was, is the template's.
 
     Args:
       so_far: the conversation.
@@ -74,30 +119,186 @@ def next_turn(so_far: Conversation, text: str, system: str | None, tokenizer: To
       UsageError: what is held is no conversation, began with another system message, or the
         template does not render messages one behind the other.
     """
-    held = text_of(so_far.ids, tokenizer)
-    opening = _behind(_behind_answer(_NEXT, tokenizer), _NEXT)
-    if opening.strip() not in held:
+    ids = [*so_far.ids, *([] if so_far.newest is None else [so_far.newest])]
+    n_ended = 1 if ids and ids[-1] in tokenizer.eos_ids else 0
+    bos = _name(tokenizer, tokenizer.bos_id)
+    held = text_of(ids[: len(ids) - n_ended], tokenizer)
+    parts = _parts(held, system, tokenizer)
+    if parts is None:
         raise UsageError(
             f"{so_far.name}: holds no conversation by this model's chat template; use --append "
             "without --chat to continue its text, --overwrite to replace it, or another name"
         )
-    _check_system(so_far, held, system, tokenizer)
-    turn = tokenizer.encode(_behind_answer(text, tokenizer), add_special=False, parse_special=True)
-    ids, ends = list(so_far.ids), tokenizer.eos_ids
-    if so_far.newest is not None:
-        ended = so_far.newest in ends
-        return Turn(ids=turn if ended else [so_far.newest, *turn])
-    if ids[-len(turn) :] == turn or ids == first_turn(text, system, tokenizer):
-        return Turn(ids=[])  # This very message waits for its answer.
-    n = next((n for n in range(len(turn), 0, -1) if ids[-n:] == turn[:n]), 0)
-    n = n if turn[0] in ends else 0
-    return Turn(ids=turn[n:], unanswered=held.rstrip().endswith(opening.strip()))
+    if system is not None and (parts.system or "").strip() != system.strip():
+        raise UsageError(
+            f"{so_far.name}: its conversation did not begin with this system message; leave out "
+            "--system, use --overwrite to begin anew, or another name"
+        )
+    unanswered = not parts.answer.strip() and not n_ended
+    if unanswered and parts.said[-1].strip() == text.strip():
+        return Turn(ids=ids, n_kept=len(so_far.ids))  # This very message waits for its answer.
+    written = max(parts.written(text, tokenizer, bos), key=lambda whole: n_alike(held, whole))
+    kept, n_same = _kept(ids[: len(ids) - n_ended], held, written, tokenizer)
+    start = len(text_of(kept, tokenizer))
+    whole = kept + tokenizer.encode(written[start:], add_special=False, parse_special=True)
+    n_kept = n_alike(so_far.ids, whole)
+    rewritten = None
+    if n_same < len(held):
+        shown = slice(n_same, n_same + _SHOWN + 1)
+        rewritten = Rewritten(
+            first=n_kept, n_held=len(so_far.ids), held=held[shown], now=written[shown]
+        )
+    return Turn(ids=whole, n_kept=n_kept, unanswered=unanswered, rewritten=rewritten)
 
 
-def _behind_answer(text: str, tokenizer: Tokenizer) -> str:
-    """What the template writes behind an answer, with another message."""
-    rendered = render_turns(tokenizer, None, [_FIRST, _ANSWER, text])
-    return _behind(rendered, _ANSWER)
+def _kept(ids: list[int], held: str, written: str, tokenizer: Tokenizer) -> tuple[list[int], int]:
+    """Tokens of `held` that stay where `written` takes its place, and letters alike in both.
+
+    What follows a control token is tokenized as if it stood alone, so the cut is behind one.
+    """
+    n_same = n_alike(held, written)
+    if n_same == len(held):
+        return ids, n_same
+    ends = list(itertools.accumulate(len(piece(i, tokenizer)) for i in ids))
+    n_bytes = len(held[:n_same].encode())
+    cuts = (i + 1 for i, end in enumerate(ends) if end <= n_bytes and not _says(ids[i], tokenizer))
+    return ids[: max(cuts, default=0)], n_same
+
+
+def _says(token: int, tokenizer: Tokenizer) -> bool:
+    """True for a token of text, False for a control token."""
+    return bool(tokenizer.token_bytes(token))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Parts:
+    """A conversation taken apart.
+
+    Attributes:
+      head: text before the first message that no system message gives; "" where one does.
+      system: the system message, if any.
+      opening: what begins a message of the user.
+      said: messages and answers, from a message to a message.
+      answer: the newest answer as it was sampled, perhaps empty.
+      final: what a template writes before an earlier answer that no new one begins with, such as
+        the end of its thoughts.
+    """
+
+    head: str
+    system: str | None
+    opening: str
+    said: list[str]
+    answer: str
+    final: str
+
+    def written(self, text: str, tokenizer: Tokenizer, bos: str) -> Iterable[str]:
+        """The template's text of all and another message, for each spelling of the answer.
+
+        Some templates refuse an answer with its thoughts: it gets there what is behind them.
+        """
+        _, final, last = self.answer.rpartition(self.final or _UNKNOWN)
+        answers = [self.answer, self.answer.strip(), *([last.strip()] if final else [])]
+        refusal: UsageError | bool | None = None
+        for answer in dict.fromkeys(answers):
+            if answer == answers[-1] and final and refusal is False:
+                break
+            try:
+                whole = render_turns(tokenizer, self.system, [*self.said, answer, text])
+            except UsageError as error:
+                refusal = error
+                continue
+            refusal = False
+            if self.head:
+                yield self.head + whole[whole.find(self.opening) :]
+            else:
+                yield whole if not tokenizer.add_bos or whole.startswith(bos) else bos + whole
+        if isinstance(refusal, UsageError):
+            raise refusal
+
+
+def _parts(held: str, system: str | None, tokenizer: Tokenizer) -> _Parts | None:
+    """Messages and answers of a conversation; None where there is none."""
+    rendered = render_turns(tokenizer, None, [_FIRST, _ANSWER, _NEXT])
+    head, earlier = rendered.partition(_FIRST)[0], _behind(rendered, _FIRST)
+    behind = _behind(rendered, _ANSWER)
+    message, begins = behind.partition(_NEXT)[0], _behind(behind, _NEXT)
+    before = earlier.partition(_ANSWER)[0]
+    opening = _common_end(head, message)
+    begin = held.rfind(begins) if begins.strip() else -1
+    start = held.find(opening) if opening.strip() else len(head) * held.startswith(head)
+    if not message.strip() or not before.strip() or not 0 <= start < begin:
+        return None
+    lead = _lead(system, opening, tokenizer)
+    said, at = [], start + len(opening)
+    for mark in itertools.cycle([before, message]):
+        end = held.find(mark, at, begin)
+        said.append(held[at : end if end >= 0 else begin].removeprefix(lead))
+        if end < 0:
+            break
+        at = end + len(mark)
+    if len(said) % 2 == 0:
+        return None
+    led = system if lead and held.find(lead) >= 0 else None
+    found = led if led is not None else _system_of(held[:start], opening, tokenizer)
+    return _Parts(
+        head=held[:start] if found is _UNKNOWN else "",
+        system=None if found is _UNKNOWN else found,
+        opening=opening,
+        said=said,
+        answer=held[begin + len(begins) :],
+        final=before[n_alike(before, begins) :].strip(),
+    )
+
+
+def _common_end(one: str, other: str) -> str:
+    """The text by which two texts end alike, without half a tag at its beginning."""
+    n = n_alike(reversed(one), reversed(other))
+    return re.sub(r"^[^<>]*>", "", one[len(one) - n :])
+
+
+def _lead(system: str | None, opening: str, tokenizer: Tokenizer) -> str:
+    """The system message where a template writes it into a message of the user, with its space."""
+    if system is None or not opening:
+        return ""
+    head = render_turns(tokenizer, system, [_FIRST]).partition(_FIRST)[0]
+    _, begun, lead = head.rpartition(opening)
+    return lead if begun and lead.strip() else ""
+
+
+_UNKNOWN = "unknown-5d80"
+
+
+def _system_of(head: str, opening: str, tokenizer: Tokenizer) -> str | None:
+    """The system message of what stands before the first message; `_UNKNOWN` if there is no saying.
+
+    A date that the template writes may be another one.
+    """
+    bos = _name(tokenizer, tokenizer.bos_id)
+    head = head.removeprefix(bos)
+    for system in (None, _SYSTEM):
+        try:
+            heads = [
+                render_turns(tokenizer, system, [_FIRST], now=now).partition(_FIRST)[0]
+                for now in _CLOCKS
+            ]
+        except UsageError:
+            continue  # The template has no place for a system message.
+        heads = [h.removesuffix(opening).removeprefix(bos) for h in heads]
+        if system is not None and not all(system in h for h in heads):
+            continue
+        pattern = _any_date(*heads).replace(re.escape(_SYSTEM), "(?P<system>.*)")
+        if found := re.fullmatch(pattern, head, re.DOTALL):
+            return found.groupdict().get("system")
+    return _UNKNOWN
+
+
+def _any_date(one: str, other: str) -> str:
+    """An expression for a text that was written at two times, and at others."""
+    a, b = (re.split(r"(\W)", text) for text in (one, other))
+    matches = difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes()
+    return "".join(
+        re.escape("".join(a[i1:i2])) if kind == "equal" else _DATE for kind, i1, i2, _, _ in matches
+    )
 
 
 def _behind(rendered: str, mark: str) -> str:
@@ -109,21 +310,6 @@ def _behind(rendered: str, mark: str) -> str:
             "whole text"
         )
     return behind
-
-
-def _check_system(
-    so_far: Conversation, held: str, system: str | None, tokenizer: Tokenizer
-) -> None:
-    """Refuses another system message than the one that the conversation began with."""
-    if system is None:
-        return
-    bos = _name(tokenizer, tokenizer.bos_id)
-    begins = render_turns(tokenizer, system, [_FIRST]).partition(_FIRST)[0]
-    if not held.removeprefix(bos).lstrip().startswith(begins.removeprefix(bos).strip()):
-        raise UsageError(
-            f"{so_far.name}: its conversation did not begin with this system message; leave out "
-            "--system, use --overwrite to begin anew, or another name"
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,7 +342,9 @@ def frame_of(tokenizer: Tokenizer) -> TurnFrame:
     return TurnFrame(answer=answer, message=message)
 
 
-def render_turns(tokenizer: Tokenizer, system: str | None, contents: Sequence[str]) -> str:
+def render_turns(
+    tokenizer: Tokenizer, system: str | None, contents: Sequence[str], *, now: str | None = None
+) -> str:
     """The conversation, and what begins the next answer; messages and answers take turns."""
     messages = [] if system is None else [{"role": "system", "content": system}]
     for i, content in enumerate(contents):
@@ -167,6 +355,7 @@ def render_turns(tokenizer: Tokenizer, system: str | None, contents: Sequence[st
             messages,
             bos=_name(tokenizer, tokenizer.bos_id),
             eos=_name(tokenizer, tokenizer.eos_id),
+            now=now,
         )
     except UsageError as error:
         if system is None:
@@ -183,8 +372,8 @@ def text_of(ids: Sequence[int], tokenizer: Tokenizer) -> str:
     return b"".join(piece(i, tokenizer) for i in ids).decode(errors="replace")
 
 
-def n_alike(a: Iterable[str], b: Iterable[str]) -> int:
-    """Letters by which two texts begin alike."""
+def n_alike(a: Iterable[object], b: Iterable[object]) -> int:
+    """Letters or tokens by which two texts begin alike."""
     both = zip(a, b, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both))
 

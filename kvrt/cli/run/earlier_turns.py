@@ -1,8 +1,8 @@
 """What a chat template writes otherwise of earlier answers: thoughts and tool lines that it drops.
 
 Many templates render an answer whole as long as it is the last one, and without its thoughts once
-another message follows. A session keeps what the model wrote and appends; a program that renders
-the conversation anew shares tokens with it only as far as the first answer that is changed.
+another message follows. So a turn that follows shares tokens with the session only as far as the
+first answer that is changed.
 """
 
 import dataclasses
@@ -50,8 +50,8 @@ class LeftOut:
         of = "an earlier answer" if self.n_answers == 1 else f"{self.n_answers} earlier answers"
         return (
             f"the chat template leaves {self.n_tokens:,} tokens of {of} out, the first at token "
-            f"{self.first:,} ({json.dumps(self.text)}); the session keeps them, and rendering the "
-            f"conversation anew would compute {self.n_recomputed:,} tokens again"
+            f"{self.first:,} ({json.dumps(self.text)}); the next message computes "
+            f"{self.n_recomputed:,} tokens again"
         )
 
 

@@ -4,6 +4,7 @@ import re
 import sys
 from collections.abc import Sequence
 
+from kvrt.cli.process import output
 from kvrt.cli.report.tables import printable
 from kvrt_models.tokenizer.encode import Tokenizer
 
@@ -15,12 +16,10 @@ def show(ids: Sequence[int], tokenizer: Tokenizer) -> None:
     """Writes the prompt on standard error, if that is a terminal, so that the text follows it."""
     if not sys.stderr.isatty():
         return
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = output.console(highlight=False, soft_wrap=True)
     console.print(Text(ending(ids, tokenizer), style="dim"), end="")
-    sys.stderr.flush()
 
 
 def ending(ids: Sequence[int], tokenizer: Tokenizer) -> str:

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from kvrt import Runtime, Sampling, Token
+from kvrt import Runtime, Sampling, Stats, Token
 from kvrt.cli.flags.evaluate import WriteFlags
 from kvrt.cli.process import output
 from kvrt.cli.process.interrupt import Interrupt, Interrupted
 from kvrt.cli.report import summary
+from kvrt.cli.report.exactness import AnswerCounts, Approximation, approximations
 from kvrt.cli.setup import sampling
 from kvrt.drafts.drafter import Drafter
 from kvrt.drafts.layer_skip import LayerSkip
@@ -32,6 +33,9 @@ class Reading:
       n_done: tokens evaluated.
       seconds: that it took, without compiling.
       after: where sampling was left: the last of `ids`, which is not evaluated yet.
+      reused: what of the restored tokens is not as computed in one go; None if all are.
+      n_compressed: tokens that were read whole before a policy by score kept some of them.
+      since: the runtime's counters before it; None counts from its beginning.
     """
 
     ids: list[int]
@@ -40,6 +44,9 @@ class Reading:
     spans: Sequence[tuple[int, int]] = ()
     n_done: int = 0
     seconds: float = 0.0
+    reused: Approximation | None = None
+    n_compressed: int = 0
+    since: Stats | None = None
 
     @property
     def n_to_do(self) -> int:
@@ -53,7 +60,7 @@ class Reading:
 
     @property
     def read(self) -> list[int]:
-        """The tokens before the first that is not evaluated yet; after Ctrl-C not all."""
+        """The tokens before the first that is not evaluated yet; after a signal not all."""
         left = self.n_done
         for start, end in self.spans:
             if left < end - start:
@@ -61,12 +68,32 @@ class Reading:
             left -= end - start
         return self.ids
 
-    def run(self, runtime: Runtime, interrupt: Interrupt, *, quiet: bool) -> None:
-        """Evaluates what is left; Ctrl-C ends it between two steps."""
+    def run(
+        self,
+        runtime: Runtime,
+        interrupt: Interrupt,
+        each: Callable[[], None] | None = None,
+        *,
+        quiet: bool,
+    ) -> None:
+        """Evaluates what is left; a signal ends it between two steps.
+
+        Args:
+          runtime: evaluates.
+          interrupt: of the command.
+          each: called after each step.
+          quiet: no progress.
+        """
         compiled, start = runtime.stats().compile_s, time.perf_counter()
         try:
             with summary.prefill_bar(self.n_to_do, not quiet) as show:
-                self._steps(runtime, interrupt, show)
+
+                def after_step(n_done: int) -> None:
+                    show(n_done)
+                    if each:
+                        each()
+
+                self._steps(runtime, interrupt, after_step)
         except Interrupted:
             pass
         finally:
@@ -123,7 +150,7 @@ class Generation:
         """
         self._options, self._model, self._runtime = options, model, runtime
         self._weights, self._drafter = weights, drafter
-        self._reading = reading
+        self.reading = reading
         self._n_best = sampling.n_best(options)
         self._n_generated = 0
         self._decode_s = 0.0
@@ -140,7 +167,7 @@ class Generation:
           interrupt: ends it between two tokens.
           each: called after each token.
         """
-        if not self._reading.whole:
+        if not self.reading.whole:
             return "interrupted"
         stream = TextStream(self._model.tokenizer, self._options.stop)
         reason = self._decode(stream, interrupt, each)
@@ -149,17 +176,21 @@ class Generation:
 
     def outcome(self, reason: str) -> summary.Outcome:
         """The run in numbers."""
+        stats = self._runtime.stats()
+        if self.reading.since is not None:
+            stats = stats.since(self.reading.since)
         return summary.Outcome(
             model=self._model.name,
             weights=self._weights,
             dtype=self._model.dtype,
-            n_prompt=len(self._reading.ids),
-            n_restored=self._reading.n_restored,
-            n_prefilled=self._reading.n_done,
+            n_prompt=len(self.reading.ids),
+            n_restored=self.reading.n_restored,
+            n_prefilled=self.reading.n_done,
             n_generated=self._n_generated,
             finish_reason=reason,
-            stats=self._runtime.stats(),
-            prefill_s=self._reading.seconds,
+            stats=stats,
+            approximations=self._approximations(stats),
+            prefill_s=self.reading.seconds,
             decode_s=self._decode_s,
             tokens=[t.id for t in self._tokens],
             text="".join(self._text),
@@ -168,10 +199,28 @@ class Generation:
             logprobs=[t.best for t in self._tokens] if self._n_best else None,
         )
 
+    def _approximations(self, stats: Stats) -> list[Approximation]:
+        """Why the answer is not that of the whole text, if it is not."""
+        reading, drop = self.reading, None
+        if stats.drops:
+            first = stats.drops[0]
+            drop = Approximation(
+                by=first.policy, from_token=first.n_past, n_dropped=stats.n_dropped
+            )
+        counts = AnswerCounts(
+            n_prompt=len(reading.ids),
+            n_computed=len(reading.read) + max(self._n_generated - 1, 0),
+            n_restored=reading.n_restored or 0,
+            n_compressed=reading.n_compressed,
+            drop=drop,
+            reused=reading.reused,
+        )
+        return approximations(counts, self._runtime.config, stats.scored)
+
     @property
     def ids(self) -> list[int]:
         """All tokens that were read and sampled."""
-        return self._reading.ids + self._sampled
+        return self.reading.ids + self._sampled
 
     @property
     def draw(self) -> SamplingState | None:
@@ -179,7 +228,7 @@ class Generation:
         if not self._sampled:
             return None
         sampling = dataclasses.asdict(self._sampling())
-        before = self._reading.after.n_sampled if self._reading.after else 0
+        before = self.reading.after.n_sampled if self.reading.after else 0
         return SamplingState(
             token=self._sampled[-1], n_drawn=before + self._n_generated, sampling=sampling
         )
@@ -200,10 +249,10 @@ class Generation:
             self._options.n_predict if self._options.n_predict >= 0 else None,
             sampling=self._sampling(),
             stop_ids=ends,
-            recent=self._reading.ids,
+            recent=self.reading.ids,
             n_best=self._n_best,
             stride=self._options.stride,
-            after=self._reading.after,
+            after=self.reading.after,
             speculation=sampling.speculation(self._options, self._drafter),
         )
         while not interrupt.asked:

@@ -2,30 +2,34 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from kvrt import Runtime
 from kvrt.cli.process import output
 from kvrt.cli.report import phrases
-from kvrt.cli.run import conversation, earlier_turns, prompt, restore
+from kvrt.cli.run import conversation, prompt, restore
 from kvrt.cli.run.generation import Reading, all_of
 from kvrt.cli.run.prompt import Prompt
 from kvrt.cli.run.restore import Way
-from kvrt.cli.run.save import EVERY_S, Saver
-from kvrt.cli.session.open_session import check_fits, choose_sequence, is_library, open_existing
+from kvrt.cli.run.save import EVERY_S, Saver, check_sound, held_tokens
+from kvrt.cli.session.open_session import (
+    check_fits,
+    choose_sequence,
+    holds_session,
+    is_library,
+    open_existing,
+    real_path,
+)
 from kvrt.config import CacheConfig
-from kvrt.errors import BadLogits, BadSession, SessionMismatch, UsageError
-from kvrt.files import atomic
+from kvrt.errors import BadSession, KvrtError, SessionMismatch, UsageError
 from kvrt.policies import AnyPolicy, ScoredPolicy
-from kvrt.program.sample import can_sample
 from kvrt.reuse.diff import common_prefix
 from kvrt.session import OpenedSession, SamplingState, fingerprint
 from kvrt.session.change import replace
-from kvrt.session.change.damage import find_damage
-from kvrt.session.change.replace import Change, SessionTokens
+from kvrt.session.change.replace import Change
 from kvrt.session.library.library import Library
 from kvrt.sizes import extent
 from kvrt_models import load
@@ -66,6 +70,7 @@ class KeptSession:
     """The session of a run: a file, or the best of a folder.
 
     Attributes:
+      path: where it is; a folder before `begin`, then where it will be in it.
       opened: of the file that is there already; of a folder None before `begin`.
     """
 
@@ -75,19 +80,20 @@ class KeptSession:
         Args:
           name: a file that need not be there, or a folder; a link stands for what it points to.
           use: what is done with it.
-          every_s: seconds between saves while tokens are sampled, where `use.answers`.
+          every_s: seconds between saves while a prompt is read, and where `use.answers` while
+            tokens are sampled.
 
         Raises:
           BadSession: it is damaged, or no session.
           SaveError: it could not be written later.
           UsageError: it holds several sequences, and none of them is named.
         """
-        self._path = real_path(name)
+        self.path = real_path(name)
         tell = None if use.quiet else output.note
-        self._library = Library(self._path, tell=tell) if is_library(self._path) else None
+        self._library = Library(self.path, tell=tell) if is_library(self.path) else None
         self._use = use
         self._saver = Saver(
-            self._path,
+            self.path,
             library=self._library,
             overwrite=use.overwrite,
             quiet=use.quiet,
@@ -95,22 +101,39 @@ class KeptSession:
             seq_id=use.seq,
         )
         self._n_held = 0
+        self._damage = ""
+        self._rewrites = False  # the chat template writes an earlier part otherwise
         self._way = Way.COMPARED
         self.opened = None
         if self._library is not None and use.writes:
             self._library.check_writable()
         if self._library is not None and use.seq is not None:
             raise UsageError(
-                f"{self._path}: is a folder of sessions, of a sequence each; name one for --seq"
+                f"{self.path}: is a folder of sessions, of a sequence each; name one for --seq"
             )
-        if self._library is None:
-            if use.writes:
-                atomic.check_writable(self._path)
-            if self._path.exists():
-                self.opened = choose_sequence(
-                    open_existing(self._path), use.seq, is_new_one=use.writes
-                )
-                self._saver.expect(self._path, _held(self.opened))
+        if self._library is None and self.path.exists():
+            self._open()
+
+    def _open(self) -> None:
+        """Opens the file that is there; a damaged one that may be replaced counts as none."""
+        try:
+            opened = open_existing(self.path)
+        except BadSession as error:
+            self._replace_damaged(error)
+            return
+        self.opened = choose_sequence(opened, self._use.seq, is_new_one=self._use.writes)
+        self._saver.expect(self.path, held_tokens(self.opened))
+
+    def _replace_damaged(self, error: BadSession) -> None:
+        """Does without a damaged session where --overwrite was given; else raises the error.
+
+        One of its sequences cannot be written beside others that cannot be read.
+        """
+        if not self._use.overwrite or self._use.seq is not None or not holds_session(self.path):
+            raise error
+        self._damage = str(error).partition("; ")[0].removeprefix(f"{self.path}: ")
+        self.opened = None
+        self._saver.expect_damage()
 
     def check(
         self, model: Opened, config: CacheConfig, policy: AnyPolicy | None, ids: Sequence[int]
@@ -146,9 +169,9 @@ class KeptSession:
 
     def _check_loss(self, ids: Sequence[int]) -> None:
         """Refuses a prompt in whose place much of the held text would go."""
-        if self.opened is None or not self._use.writes or self._use.overwrite:
+        if self.opened is None or not self._use.writes or self._use.overwrite or self._rewrites:
             return
-        held = _held(self.opened)
+        held = held_tokens(self.opened)
         n_exact = self.opened.manifest.exact.get(self.opened.seq_id, len(held.ids))
         begins = common_prefix(held.ids, np.asarray(ids, np.int32)) == len(ids) <= n_exact
         if begins and not self._use.answers:
@@ -156,9 +179,9 @@ class KeptSession:
         n_lost = held.n_lost(ids)
         if replace.judge(held.n, n_lost) is Change.LOSES:
             raise UsageError(
-                f"{self._path}: holds {held.n:,} tokens, and {n_lost:,} of them are not in this "
+                f"{self.path}: holds {held.n:,} tokens, and {n_lost:,} of them are not in this "
                 "prompt and would be lost; use --append to continue behind them, --overwrite to "
-                f"replace them (kept as {self._path.name}~), or another name"
+                f"replace them (kept as {self.path.name}~), or another name"
             )
 
     def like(self, name: str) -> OpenedSession | None:
@@ -210,7 +233,7 @@ class KeptSession:
           UsageError: there is no session to resume, or nothing to append.
         """
         if self._library is not None and self._use.append:
-            raise UsageError(f"{self._path}: is a folder of sessions; name the one to append to")
+            raise UsageError(f"{self.path}: is a folder of sessions; name the one to append to")
         if not self.follows(given) or self.opened is None:
             if given.is_none:
                 raise self._nothing()
@@ -222,17 +245,33 @@ class KeptSession:
             return [*held, *([] if newest is None else [newest])]
         self._way = Way.APPENDED
         if given.chat and given.text is not None:
-            so_far = conversation.Conversation(ids=held, newest=newest, name=str(self._path))
+            so_far = conversation.Conversation(ids=held, newest=newest, name=str(self.path))
             turn = conversation.next_turn(so_far, given.text, given.system, tokenizer)
             if turn.unanswered:
-                output.warn(f"{self._path}: the message before has no answer, and gets none now")
-            if not turn.ids:
+                output.warn(f"{self.path}: the message before has no answer, and gets none now")
+            if turn.n_kept < len(held) or turn.ids == held:
                 self._way = Way.COMPARED
-            elif (gone := earlier_turns.left_out(held, tokenizer)) and not self._use.quiet:
-                output.note(f"{self._path}: {gone}")
-            return held + turn.ids
+            if turn.rewritten is not None:
+                self._say(f"{self.path}: {turn.rewritten}; the former is kept with ~")
+                self._rewrites = True
+                self._saver.allow_loss()
+            return turn.ids
         more = prompt.behind(given, tokenizer)
         return held + ([] if newest is None or newest in tokenizer.eos_ids else [newest]) + more
+
+    def policy(self, ids: Sequence[int]) -> Mapping[str, Any] | None:
+        """The policy by position that the session was left with; None is none that is known.
+
+        It keeps no more of a prompt than both begin with. A run without a policy saves it again.
+        """
+        if self.opened is None or self._use.overwrite:
+            return None
+        said = self.opened.manifest.policies.get(self.opened.seq_id)
+        if said is not None and isinstance(said.get("n_keep"), int):
+            n = common_prefix(self.opened.held[1], np.asarray(ids, np.int32))
+            said = {**said, "n_keep": min(said["n_keep"], n)}
+        self._saver.policy = said
+        return said
 
     def begin(self, runtime: Runtime, ids: list[int]) -> Reading:
         """Restores what fits of the `tokens`, says so, and gives what is left to read.
@@ -244,18 +283,38 @@ class KeptSession:
         if self._library is not None:
             self._choose(self._library, runtime, ids)
         if self.opened is None:
-            self._say(f"{self._path}: nothing restored, {len(ids):,} computed: no such session yet")
-            return dataclasses.replace(all_of(ids), n_restored=0)
+            return self._begin_anew(ids)
+        try:
+            found = restore.restore_usable(
+                runtime, self.opened, ids, self._way, chunks=self._use.chunks
+            )
+        except BadSession as error:
+            self._replace_damaged(error)
+            return self._begin_anew(ids)
         self._n_held = len(self.opened.held[1])
-        found = restore.restore_usable(
-            runtime, self.opened, ids, self._way, chunks=self._use.chunks
-        )
         begins = bool(self.opened.seq_ids) and self.opened.seq_id not in self.opened.seq_ids
-        new = f"{self._path}: sequence {self._use.seq} begins, {len(ids):,} computed"
+        new = f"{self.path}: sequence {self._use.seq} begins, {len(ids):,} computed"
         said, select = self.opened, runtime.config.select
         how = phrases.sampled_by(said.manifest, said.seq_id, select)
         self._say(new if begins else found.line + how)
         return found.reading
+
+    def _begin_anew(self, ids: list[int]) -> Reading:
+        why = f"damaged and replaced: {self._damage}" if self._damage else "no such session yet"
+        self._say(f"{self.path}: nothing restored, {len(ids):,} computed: {why}")
+        return dataclasses.replace(all_of(ids), n_restored=0)
+
+    def during_prompt(self, runtime: Runtime, reading: Reading) -> None:
+        """Starts to save what was read of a prompt, if the last save is long enough ago.
+
+        What the session held is kept as `F~` where the part has less. A prompt that is appended is
+        saved whole or not at all: the same command would append it to a part of itself.
+        """
+        appended = self._way is Way.APPENDED
+        if appended or reading.whole or not (self._use.writes and self._saver.due):
+            return
+        check_sound(self.path, runtime, reading)
+        self._saver.start(runtime, reading.read, is_part=True)
 
     def after_prompt(self, runtime: Runtime, reading: Reading) -> None:
         """Starts to save the prompt, if there is more of it than the session holds."""
@@ -264,13 +323,16 @@ class KeptSession:
         n_more = len(runtime.token_history()[1]) - self._n_held
         if reading.whole and not self._is_new(reading.ids, runtime):
             if self._library is not None and self._use.writes and self.opened is not None:
-                self._library.touch(self.opened.path)
+                try:
+                    self._library.touch(self.opened.path)
+                except KvrtError as error:
+                    output.warn(f"{self.opened.path}: its use is not noted: {error}")
         elif self._way is Way.APPENDED and not reading.whole:
             # Half of it would be held twice when the same command is given again.
-            self._say(f"{self._path}: stays as it was, for not all of the prompt was read")
+            self._say(f"{self.path}: stays as it was, for not all of the prompt was read")
         elif reading.whole or n_more > 0:
             if self._use.writes:
-                _check_sound(self._path, runtime, reading)
+                check_sound(self.path, runtime, reading)
             self.save(runtime, reading.read)
 
     def save(self, runtime: Runtime, ids: Sequence[int], draw: SamplingState | None = None) -> None:
@@ -308,16 +370,14 @@ class KeptSession:
         match = library.best(digest, ids)
         self.opened = None if match is None else open_existing(match.entry.path)
         if self.opened is not None:
-            n, n_ctx = (
-                max((g.n_used for g in self.opened.manifest.groups), default=0),
-                runtime.config.n_ctx,
-            )
+            n = max((g.n_used for g in self.opened.manifest.groups), default=0)
+            n_ctx = runtime.config.n_ctx
             if n > n_ctx:
                 self._say(f"{self.opened.path}: has {n:,} cells, -c gives {n_ctx:,}: left out")
                 self.opened = None
         name = hashlib.sha256(digest.encode() + np.asarray(ids, "<i4").tobytes()).hexdigest()
-        self._path = library.folder / f"{name[:32]}.kv"
-        self._saver.expect(self._path, None)
+        self.path = library.folder / f"{name[:32]}.kv"
+        self._saver.expect(self.path, None)
 
     def _is_new(self, ids: list[int], runtime: Runtime) -> bool:
         """Whether the session does not begin with all of a prompt already, as exact as now."""
@@ -331,37 +391,10 @@ class KeptSession:
     def _nothing(self) -> UsageError:
         what = "which of its sessions" if self._library else "what"
         return UsageError(
-            f"--session {self._path}: there is nothing to say {what} to resume; give a prompt "
+            f"--session {self.path}: there is nothing to say {what} to resume; give a prompt "
             "with -p, -f or --tokens"
         )
 
     def _say(self, line: str) -> None:
         if not self._use.quiet:
             output.note(line)
-
-
-def real_path(name: str | Path) -> Path:
-    """Where a session is written: what a link points to, so that the link stays one."""
-    path = Path(name)
-    return path.resolve() if path.is_symlink() else path
-
-
-def _held(opened: OpenedSession) -> SessionTokens:
-    """The text of a session that a save replaces: of a sequence that was chosen, it alone."""
-    n_more = sum(opened.manifest.n_tokens.values()) - len(opened.held[1])
-    n_more = n_more if opened.chosen is None else 0
-    said = opened.manifest.fingerprint
-    return SessionTokens(fingerprint=said, ids=opened.held[1], n_more=n_more)
-
-
-def _check_sound(path: Path, runtime: Runtime, reading: Reading) -> None:
-    """Refuses to save keys and values that are not finite.
-
-    Every later token sees them, so the last one's logits tell; without them the arrays do.
-    """
-    if reading.whole and can_sample(runtime.last_logits(0)[0]):
-        return
-    found = find_damage(runtime.snapshot())
-    if reading.whole or found:
-        why = found or "the logits of the last token have NaN, +inf or no finite value"
-        raise BadLogits(f"{path}: not saved, since {why}; the weights are damaged: check the model")

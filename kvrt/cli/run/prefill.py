@@ -4,7 +4,7 @@ import dataclasses
 
 from kvrt.cli.flags.session_files import PrefillOptions
 from kvrt.cli.process import output
-from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
+from kvrt.cli.process.interrupt import Interrupt
 from kvrt.cli.report import phrases
 from kvrt.cli.run import prompt
 from kvrt.cli.run.kept_session import KeptSession, SessionUse
@@ -35,10 +35,13 @@ def _execute(options: PrefillOptions, given: prompt.Prompt) -> int:
     )
     kept = KeptSession(options.output, use)
     reader = PromptRun(options, given, kept, quiet=options.quiet)
+    reader.prepare()
     with Interrupt() as interrupt:
-        reading = reader.read(interrupt)
-    reader.finish()
-    if not options.quiet:
-        n = reading.n_done
-        output.note(f"{n:,} {phrases.token_noun(n)} read in {reading.seconds:.2f} s")
-    return 0 if reading.whole else EXIT_CODE
+        try:
+            reading = reader.read(interrupt)
+        finally:
+            reader.finish()
+        if not options.quiet:
+            n = reading.n_done
+            output.note(f"{n:,} {phrases.token_noun(n)} read in {reading.seconds:.2f} s")
+        return 0 if reading.whole else interrupt.exit_code

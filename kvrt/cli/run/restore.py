@@ -6,6 +6,7 @@ import enum
 from kvrt import Runtime
 from kvrt.cells.edits import Remove, Shift
 from kvrt.cli.report import phrases
+from kvrt.cli.report.exactness import Approximation, reused_part
 from kvrt.cli.run.generation import Reading
 from kvrt.cli.session.open_session import restore_first
 from kvrt.errors import BadToken, CannotRewind
@@ -47,29 +48,38 @@ def restore_usable(
       BadSession: it is damaged.
     """
     seconds = restore_first(runtime, opened)
+    inexact = reused_part(runtime.n_exact(), "session")
     if way is Way.RESUMED and opened.draw is not None and opened.draw.token is not None:
         after = After(token=opened.draw.token, n_sampled=opened.draw.n_drawn)
-        return _left_off(opened, ids, after, seconds)
+        return _left_off(opened, ids, after, seconds, inexact)
     n_held = len(opened.held[1])
     if way is Way.APPENDED or _goes_on(runtime, ids):
         line = f"{n_held:,} {phrases.token_noun(n_held)} restored in {seconds:.2f} s"
-        reading = Reading(ids=ids, n_restored=n_held, spans=[(n_held, len(ids))])
+        spans = [(n_held, len(ids))]
+        reading = Reading(ids=ids, n_restored=n_held, spans=spans, reused=inexact)
         return Restored(reading, f"{opened.path}: {line}, {len(ids) - n_held:,} follow")
     if _is_whole(runtime, ids):
         line = f"{opened.path}: {len(ids):,} tokens restored in {seconds:.2f} s"
         return Restored(Reading(ids=ids, n_restored=len(ids)), line)
     at, n_exact = runtime.resume_positions(), runtime.n_exact()
     plan = plan_reuse(runtime.token_history(), ids, chunks=chunks, at=at, n_exact=n_exact)
-    reading = Reading(ids=ids, n_restored=plan.n_reused, spans=_apply(plan, runtime))
+    spans, inexact = _apply(plan, runtime), reused_part(plan.n_exact, "reuse_chunks")
+    reading = Reading(ids=ids, n_restored=plan.n_reused, spans=spans, reused=inexact)
     return Restored(reading, phrases.reused(str(opened.path), plan, seconds))
 
 
-def _left_off(opened: OpenedSession, ids: list[int], after: After, seconds: float) -> Restored:
+def _left_off(
+    opened: OpenedSession,
+    ids: list[int],
+    after: After,
+    seconds: float,
+    inexact: Approximation | None,
+) -> Restored:
     """All is restored; the newest token is fed by what samples the next."""
     n = len(ids) - 1
     line = f"{opened.path}: {n:,} {phrases.token_noun(n)} restored in {seconds:.2f} s, "
     line += f"resumed after {after.n_sampled:,} sampled tokens"
-    return Restored(Reading(ids=ids, n_restored=len(ids), after=after), line)
+    return Restored(Reading(ids=ids, n_restored=len(ids), after=after, reused=inexact), line)
 
 
 def _apply(plan: ReusePlan, runtime: Runtime) -> list[tuple[int, int]]:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from kvrt.cli.flags.evaluate import RunOptions
 from kvrt.cli.process import output
-from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
+from kvrt.cli.process.interrupt import Interrupt
 from kvrt.cli.report import summary
+from kvrt.cli.report.exactness import exactness_lines
 from kvrt.cli.run import echo, prompt
 from kvrt.cli.run.generation import Generation
 from kvrt.cli.run.kept_session import KeptSession, SessionUse
@@ -40,36 +41,45 @@ def _execute(options: RunOptions, given: prompt.Prompt) -> int:
     reader = PromptRun(options, given, kept, quiet=options.quiet)
     n_vocab = reader.model.spec.n_vocab
     if options.logprobs > n_vocab:
-        raise UsageError(f"--logprobs {options.logprobs}: the vocabulary has {n_vocab} tokens")
+        raise UsageError(f"--logprobs {options.logprobs}: the vocabulary has {n_vocab:,} tokens")
     drafter = open_drafter(options, reader.model, reader.runtime.config, reader.n_prompt)
+    reader.prepare()
     with Interrupt() as interrupt:
-        reading = reader.read(interrupt)
-        note = reader.weights.note(reader.model)
-        job = Generation(options, reader.model, reader.runtime, reading, note, drafter)
-        shown = not (options.quiet or options.json or options.chat)
-        if shown and reading.whole and options.n_predict != 0:
-            echo.show(reading.ids, reader.model.tokenizer)
-        reason = _write(reader, job, interrupt, kept if options.session_all else None)
+        # Whatever fails, as a terminal does that is closed: a save that has begun ends.
+        try:
+            reading = reader.read(interrupt)
+            note = reader.weights.note(reader.model)
+            job = Generation(options, reader.model, reader.runtime, reading, note, drafter)
+            reason = _answer(options, reader, job, interrupt)
+        finally:
+            reader.finish()
+    if reason == "context_full" and options.n_predict != -2:
+        raise _full(reader.runtime.config, len(reading.ids))
+    return interrupt.exit_code if reason == "interrupted" else 0
+
+
+def _answer(options: RunOptions, reader: PromptRun, job: Generation, interrupt: Interrupt) -> str:
+    """Writes what follows the prompt, starts to save it, and reports; returns why it ended."""
+    shown = not (options.quiet or options.json or options.chat)
+    if shown and job.reading.whole and options.n_predict != 0:
+        echo.show(job.reading.ids, reader.model.tokenizer)
+    reason = _write(reader, job, interrupt, answers=options.session_all)
+    if options.session_all and job.failed is None:
+        reader.keep(job)
     _report(options, job, reason)
     if job.failed is not None:
-        reader.finish()
         unsaved = "; the answer is not saved" if options.session_all else ""
         raise BadLogits(f"{job.failed}{unsaved}")
     if options.cells:
         summary.print_cells(reader.runtime.cells, reader.runtime.stats())
-    if options.session_all:
-        reader.keep(job)
-    reader.finish()
-    if reason == "context_full" and options.n_predict != -2:
-        raise _full(reader.runtime.config, len(reading.ids))
-    return EXIT_CODE if reason == "interrupted" else 0
+    return reason
 
 
 def _full(config: CacheConfig, n_prompt: int) -> CacheFull:
     remedy = "raise -c" if config.self_extend else "use --context_shift or raise -c"
     return CacheFull(
-        f"the context is full: its {config.n_ctx} cells hold the {n_prompt} tokens of the prompt "
-        f"and what follows, and shifting is off; {remedy}"
+        f"the context is full: its {config.n_ctx:,} cells hold the {n_prompt:,} tokens of the "
+        f"prompt and what follows, and shifting is off; {remedy}"
     )
 
 
@@ -107,14 +117,13 @@ def _session(options: RunOptions, name: str) -> KeptSession:
     return KeptSession(name, use)
 
 
-def _write(
-    reader: PromptRun, job: Generation, interrupt: Interrupt, kept: KeptSession | None
-) -> str:
-    """Writes what follows, saving it from time to time; returns why it ended.
+def _write(reader: PromptRun, job: Generation, interrupt: Interrupt, *, answers: bool) -> str:
+    """Writes what follows, saving it from time to time if `answers`; returns why it ended.
 
     Raises:
       OutputError: it cannot be written; what was by then is saved. Likewise BrokenPipeError.
     """
+    kept = reader.kept if answers else None
 
     def each() -> None:
         if kept is not None and kept.due:
@@ -125,7 +134,6 @@ def _write(
     except (output.OutputError, BrokenPipeError):
         if kept is not None and kept.alone:
             reader.keep(job)
-            reader.finish()
         raise
 
 
@@ -133,6 +141,9 @@ def _report(options: RunOptions, job: Generation, reason: str) -> None:
     outcome = job.outcome(reason)
     if options.json:
         output.write_text(summary.outcome_json(outcome) + "\n")
+        lines = exactness_lines(outcome.approximations)
+        if lines and not options.quiet:
+            output.note("\n".join(lines))
     elif not options.quiet:
         # On a terminal the summary would continue the text's last line.
         shared = sys.stdout.isatty() and sys.stderr.isatty()

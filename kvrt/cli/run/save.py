@@ -5,18 +5,22 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
 from kvrt import Runtime, session
 from kvrt.cli.process import output
-from kvrt.errors import BadSession, KvrtError, SaveError, SessionMismatch
-from kvrt.session import fingerprint
+from kvrt.cli.run.generation import Reading
+from kvrt.errors import BadLogits, BadSession, KvrtError, SaveError, SessionMismatch
+from kvrt.program.sample import can_sample
+from kvrt.session import OpenedSession, fingerprint
 from kvrt.session.change import replace
+from kvrt.session.change.damage import find_damage
 from kvrt.session.change.replace import Change, SessionTokens
 from kvrt.session.change.sequences import save_sequence
 from kvrt.session.divided.blocks import divided_groups
@@ -38,22 +42,33 @@ class _Work:
       held: its tokens, as they will be read again.
       wanted: all tokens that were read and sampled; what the policy dropped is no loss.
       n_exact: as in `Runtime.n_exact`.
+      is_part: of a prompt that is being read; what stood there before is kept whatever goes.
     """
 
     taken: Snapshot
     held: SessionTokens
     wanted: Sequence[int]
     n_exact: int | None
+    is_part: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class _Done:
-    """Where a save went; `why` not to where it should have gone, `former` what it replaced."""
+    """Where a save went.
+
+    Attributes:
+      path: where.
+      saved: its size.
+      why: it did not go to where it should have gone.
+      former: what it replaced.
+      unlisted: why the index of its folder does not list it.
+    """
 
     path: Path
     saved: session.Saved
     why: str = ""
     former: Path | None = None
+    unlisted: KvrtError | None = None
 
 
 class Saver:
@@ -65,6 +80,7 @@ class Saver:
 
     Attributes:
       path: where the next save goes.
+      policy: the policy by position that the session was left with, where the run has none.
     """
 
     def __init__(
@@ -84,14 +100,16 @@ class Saver:
           library: the folder of sessions that it belongs to, where a loss is another name's.
           overwrite: what was read from the path may go, and is kept as `F~`.
           quiet: says nothing but where a session is that is not at its name.
-          every_s: seconds between saves while tokens are sampled.
+          every_s: seconds between saves while tokens are read or sampled.
           seq_id: the sequence that is written, while others stay; None is the whole session.
         """
         self.path, self._seq_id = path, seq_id
+        self.policy: Mapping[str, Any] | None = None
         self._library, self._overwrite, self._quiet = library, overwrite, quiet
         self._every_s = every_s
         self._known: SessionTokens | None = None  # what this run read there, or wrote
         self._wrote = False
+        self._is_damaged = False  # what this run found there and replaces
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
         self._pending: tuple[_Work, Future[_Done]] | None = None
         self._together = False  # several processes write what is being saved
@@ -101,6 +119,14 @@ class Saver:
     def expect(self, path: Path, held: SessionTokens | None) -> None:
         """Names the session to write, and what was read from it."""
         self.path, self._known = path, held
+
+    def expect_damage(self) -> None:
+        """Notes that what stands at the path is damaged: it may go, and is kept as `F~`."""
+        self._is_damaged = True
+
+    def allow_loss(self) -> None:
+        """Lets what was read from the path go, kept as `F~`."""
+        self._overwrite = True
 
     @property
     def alone(self) -> bool:
@@ -115,7 +141,12 @@ class Saver:
         return self._pending is None or self._pending[1].done()
 
     def start(
-        self, runtime: Runtime, wanted: Sequence[int], draw: session.SamplingState | None = None
+        self,
+        runtime: Runtime,
+        wanted: Sequence[int],
+        draw: session.SamplingState | None = None,
+        *,
+        is_part: bool = False,
     ) -> None:
         """Starts to save all that a runtime holds, after the save that is running.
 
@@ -125,14 +156,17 @@ class Saver:
           runtime: with the session as its sequence 0.
           wanted: all tokens that were read and sampled, those that the policy dropped as well.
           draw: where sampling was left.
+          is_part: of a prompt that is being read, which may hold less than the session did.
         """
         try:
             self.finish()
-        except KvrtError as error:  # of the index of a folder as well
+        except KvrtError as error:
             output.warn(f"{error}; the run continues and saves again")
         # Of one sequence beside others all keys and values are read and written anew.
         divided = container_at(self.path) == "folder" and self._seq_id is None
         taken = runtime.snapshot({} if draw is None else {0: draw}, divided=divided)
+        if self.policy is not None and not taken.policies and 0 in taken.seq_ids:
+            taken = dataclasses.replace(taken, policies={0: self.policy})
         self._since = time.monotonic()
         self._together = not self.alone and bool(divided_groups(taken))
         if jax.process_index():
@@ -141,7 +175,7 @@ class Saver:
                 self._take_part(taken)
             return
         held = SessionTokens(fingerprint=taken.fingerprint, ids=runtime.token_history()[1])
-        work = _Work(taken, held, wanted, runtime.n_exact())
+        work = _Work(taken, held, wanted, runtime.n_exact(), is_part)
         self._pending = work, self._thread.submit(self._write, work)
         if self._together:
             wait([self._pending[1]])  # The others do nothing else meanwhile.
@@ -164,19 +198,24 @@ class Saver:
         elif done.former and not self._quiet:
             output.note(f"{done.path}: the former session is kept as {done.former}")
         self.path, self._known, self._wrote = done.path, work.held, True
-        if self._library is not None:
-            # Keys and values after a hole or a move are not those that these tokens would give.
-            ids = work.held.ids[: work.n_exact]
-            if len(ids):
-                digest = fingerprint.digest(work.held.fingerprint)
-                self._library.add(done.path, digest, ids, done.saved.n_bytes)
+        if done.unlisted is not None:
+            output.warn(f"{done.path}: saved, and not in the index: {done.unlisted}")
 
     def _write(self, work: _Work) -> _Done:
-        """Saves at the path, or, if that is refused, at a free name."""
+        """Saves at the path, or, if that is refused, at a free name, and lists it in the folder."""
         try:
-            return self._written(work)
+            done = self._written(work)
         finally:
             self._tell(None)
+        # Keys and values after a hole or a move are not those that these tokens would give.
+        ids = work.held.ids[: work.n_exact]
+        if self._library is not None and len(ids):
+            digest = fingerprint.digest(work.held.fingerprint)
+            try:
+                self._library.add(done.path, digest, ids, done.saved.n_bytes)
+            except KvrtError as error:
+                return dataclasses.replace(done, unlisted=error)
+        return done
 
     def _tell(self, again: Path | None) -> None:
         """Tells other processes that write with this one where it tries again."""
@@ -227,6 +266,9 @@ class Saver:
         """Refuses to lose what stands at a path, or keeps it as `F~`; runs under its lock."""
         if not os.path.lexists(path):
             return
+        if self._is_damaged and not self._wrote:
+            kept.append(replace.keep_damaged(path))
+            return
         try:
             now = replace.read_held(path, self._seq_id)
         except BadSession as error:
@@ -237,7 +279,8 @@ class Saver:
         n_lost = now.n_lost(work.wanted)
         if not expected and (n_lost or not _alike(now, work.held)):
             raise SaveError(f"{path}: holds other tokens by now and stays as it is")
-        if replace.judge(now.n, n_lost) is Change.LOSES and not self._overwrite:
+        loses = replace.judge(now.n, n_lost) is Change.LOSES
+        if loses and not (self._overwrite or work.is_part):
             raise SaveError(f"{path}: {n_lost:,} of its tokens would be lost, so it stays as it is")
         if n_lost:
             kept.append(replace.keep_former(path))
@@ -249,3 +292,24 @@ def _same(a: SessionTokens, b: SessionTokens) -> bool:
 
 def _alike(a: SessionTokens, b: SessionTokens) -> bool:
     return fingerprint.digest(a.fingerprint) == fingerprint.digest(b.fingerprint)
+
+
+def check_sound(path: Path, runtime: Runtime, reading: Reading) -> None:
+    """Refuses to save keys and values that are not finite.
+
+    Every later token sees them, so the last one's logits tell; without them the arrays do.
+    """
+    if reading.whole and can_sample(runtime.last_logits(0)[0]):
+        return
+    found = find_damage(runtime.snapshot())
+    if reading.whole or found:
+        why = found or "the logits of the last token have NaN, +inf or no finite value"
+        raise BadLogits(f"{path}: not saved, since {why}; the weights are damaged: check the model")
+
+
+def held_tokens(opened: OpenedSession) -> SessionTokens:
+    """The text of a session that a save replaces: of a sequence that was chosen, it alone."""
+    n_more = sum(opened.manifest.n_tokens.values()) - len(opened.held[1])
+    n_more = n_more if opened.chosen is None else 0
+    said = opened.manifest.fingerprint
+    return SessionTokens(fingerprint=said, ids=opened.held[1], n_more=n_more)

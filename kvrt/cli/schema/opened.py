@@ -78,7 +78,8 @@ def open_modules(
     cache = config.cache_config(options, model.spec.n_ctx_train)
     if n > cache.n_ctx:
         raise UsageError(
-            f"the modules and the prompt have {n} tokens, the context {cache.n_ctx} cells; raise -c"
+            f"the modules and the prompt have {n:,} tokens, the context {cache.n_ctx:,} cells; "
+            f"raise -c to {n}"
         )
     check(cache)
     cache = dataclasses.replace(cache, n_seq_max=placed.n_choices + FIRST_SEQ)

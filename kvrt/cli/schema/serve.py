@@ -7,14 +7,15 @@ from pathlib import Path
 import jax
 
 from kvrt import PromptCache, session
+from kvrt.cli.ask.answers import end_answer
 from kvrt.cli.flags.session_files import AskOptions
 from kvrt.cli.process import output, status
-from kvrt.cli.process.interrupt import EXIT_CODE, Interrupt
-from kvrt.cli.report import summary
+from kvrt.cli.process.interrupt import Interrupt
+from kvrt.cli.report.exactness import reused_part
 from kvrt.cli.run.generation import Generation, Reading
 from kvrt.cli.schema import opened
 from kvrt.cli.session.open_session import check_fits, follow, naming_session, open_existing
-from kvrt.cli.setup.model import compile_programs, open_with_status
+from kvrt.cli.setup.model import await_programs, compile_programs, open_with_status
 from kvrt.cli.setup.open_runtime import ready
 from kvrt.cli.setup.weights import choose_weights
 from kvrt.errors import UsageError
@@ -32,8 +33,8 @@ def execute(options: AskOptions) -> int:
         raise UsageError("--schema takes one prompt, as QUESTION; leave out -F and --seq")
     wanted = read_request(options.question)
     held = open_existing(Path(options.session))
-    with ready(options), Interrupt() as interrupt:
-        return _Prompt(follow(options, held.manifest), held, wanted).run(interrupt)
+    with ready(options):
+        return _Prompt(follow(options, held.manifest), held, wanted).run()
 
 
 class _Prompt:
@@ -57,7 +58,7 @@ class _Prompt:
             options, self._model, self._placed, self._n_new + 1, check
         )
 
-    def run(self, interrupt: Interrupt) -> int:
+    def run(self) -> int:
         """Serves the prompt and writes what follows; returns the exit code."""
         runtime, options, held = self._runtime, self._options, self._held
         quiet = options.quiet
@@ -81,16 +82,13 @@ class _Prompt:
             spans=[(len(ids) - served.n_computed, len(ids))],
             n_done=served.n_computed,
             seconds=seconds,
+            reused=reused_part(runtime.n_exact(), "modules"),
         )
+        await_programs(runtime, quiet=quiet)
         job = Generation(options, self._model, runtime, reading, self._weights.note(self._model))
-        reason = job.run(interrupt)
-        outcome = job.outcome(reason)
-        if options.json:
-            output.write_text(summary.outcome_json(outcome, question=options.question) + "\n")
-        else:
-            output.write_text("\n")
-            if not quiet:
-                output.note("\n".join(summary.summary(outcome)[:2]))
-        if job.failed is not None:
-            raise job.failed
-        return EXIT_CODE if reason == "interrupted" else 0
+        with Interrupt() as interrupt:
+            reason = job.run(interrupt)
+            end_answer(options, job.outcome(reason), options.question or "")
+            if job.failed is not None:
+                raise job.failed
+            return interrupt.exit_code if reason == "interrupted" else 0

@@ -9,10 +9,10 @@ from kvrt.cellcache import history as texts
 from kvrt.cellcache.history import TokenHistory
 from kvrt.cli.report import phrases
 from kvrt.cli.report.cell_map import signs
-from kvrt.cli.session.open_session import bytes_on_disk
 from kvrt.errors import BadSession
 from kvrt.session import OpenedSession, manifest
 from kvrt.session.kv_file.frame import PAGE
+from kvrt.session.library.stored import bytes_on_disk
 from kvrt.session.manifest import Blob, GroupEntry, Manifest
 
 _MAX_CELLS = 1 << 24  # of a map
@@ -53,7 +53,7 @@ def cell_maps(opened: OpenedSession) -> list[list[str]]:
     for i, group in enumerate(opened.groups):
         n_cells, seqs = group.n_cells, group.seqs
         if n_cells > _MAX_CELLS:
-            raise BadSession(f"group {i} has {n_cells} cells; a map shows {_MAX_CELLS} at most")
+            raise BadSession(f"group {i} has {n_cells:,} cells; a map shows {_MAX_CELLS} at most")
         owners = np.zeros((n_cells, max(seqs.shape[1], 1)), np.uint32)
         owners[group.index] = seqs
         out.append(signs(owners))
@@ -72,7 +72,15 @@ def _sequence(s: int, found: Manifest, held: TokenHistory) -> dict[str, Any]:
         "logits": s in found.logits,
         "drawn": draw.n_drawn if draw else 0,
         "ga_i": found.ga_i.get(s, 0),
+        "policy": _policy(found.policies.get(s)),
     }
+
+
+def _policy(said: Mapping[str, Any] | None) -> str | None:
+    """The policy by position that a run of this sequence takes up; n_keep is --keep and BOS."""
+    if not said:
+        return None
+    return phrases.named_settings({k: v for k, v in said.items() if v is not None})
 
 
 def _group(i: int, entry: GroupEntry, said: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from kvrt import Runtime, session
 from kvrt.cli.flags.evaluate import EvalFlags
 from kvrt.cli.flags.session_files import ConvertOptions
 from kvrt.cli.process import output, startup
-from kvrt.cli.session.fork import new_path
 from kvrt.cli.session.open_session import existing
 from kvrt.cli.setup import config as settings
 from kvrt.errors import BadConfig
@@ -36,7 +35,7 @@ def execute(options: ConvertOptions) -> int:
       KvrtError: what keeps it from being done; nothing is written then.
     """
     assert options.session is not None and options.output is not None
-    new = new_path(options.output)
+    new = Path(options.output)
     path = existing(Path(options.session))
     old = session.read(path) if options.model is None else _read(path, options.model, options)
     row_type = _row_type(options.to)

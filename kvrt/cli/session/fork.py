@@ -1,6 +1,5 @@
 """`kvrt fork`: a copy of a session, cut at a token."""
 
-import os
 from pathlib import Path
 
 from kvrt import session
@@ -10,7 +9,6 @@ from kvrt.cli.process import output
 from kvrt.cli.report import phrases
 from kvrt.cli.session.open_session import existing
 from kvrt.errors import UsageError
-from kvrt.files import atomic
 from kvrt.session.change import edit, replace
 from kvrt.session.snapshot import Snapshot
 
@@ -22,7 +20,7 @@ def execute(options: ForkOptions) -> int:
       KvrtError: what keeps it from being done; nothing is written then.
     """
     assert options.session is not None and options.output is not None and options.at is not None
-    new = new_path(options.output)
+    new = Path(options.output)
     old = session.read(existing(Path(options.session)))
     n = n_tokens(old)
     short = cut_at(old, options.at, "--at")
@@ -42,22 +40,6 @@ def note_checkpoints(path: Path, old: Snapshot, new: Snapshot) -> None:
         output.note(f"{path}: {phrases.checkpoints_left_out(gone)}")
 
 
-def new_path(name: str) -> Path:
-    """A path where nothing is yet, in a folder that is there.
-
-    Raises:
-      UsageError: something is there, or no folder for it.
-      SaveError: nothing can be written there.
-    """
-    path = Path(name)
-    if not path.parent.is_dir():
-        raise UsageError(f"{path}: there is no folder {path.parent}; make it, or give another name")
-    if os.path.lexists(path):
-        raise UsageError(f"{path}: is there already and stays as it is; give another name with -o")
-    atomic.check_writable(path)
-    return path
-
-
 def n_tokens(snapshot: Snapshot) -> int:
     """Tokens of the first sequence."""
     return texts.entries(snapshot.history, min(snapshot.seq_ids, default=0)).shape[1]
@@ -73,7 +55,7 @@ def cut_at(snapshot: Snapshot, n: int, flag: str) -> Snapshot:
     seq_id = min(snapshot.seq_ids, default=0)
     pos = texts.positions(snapshot.history, seq_id)
     if n > len(pos):
-        raise UsageError(f"{flag} {n}: the session holds {len(pos)} tokens; give at most as many")
+        raise UsageError(f"{flag} {n}: the session holds {len(pos):,} tokens; give at most as many")
     if n == len(pos):
         return snapshot
     if pos[n] == pos[n - 1]:

@@ -10,20 +10,18 @@ from kvrt.cli.process import output
 from kvrt.cli.process.output import printable
 from kvrt.cli.report.tables import table
 from kvrt.cli.session import contents, html_page
-from kvrt.cli.session.open_session import holds_session, open_existing
-from kvrt.errors import SaveError, UsageError, reason
+from kvrt.cli.session.open_session import open_existing
+from kvrt.files import kinds
 
 
 def execute(options: InspectOptions) -> int:
     """Runs the command and returns its exit code.
 
     Raises:
-      UsageError: there is no such session, or no folder for the page.
+      UsageError: there is no such session.
       BadSession: the session is damaged.
     """
     assert options.session is not None
-    if options.html is not None and not Path(options.html).parent.is_dir():
-        raise UsageError(f"--html {options.html}: no such folder; give one that is there")
     opened = open_existing(Path(options.session))
     facts = contents.session_facts(opened)
     if options.cells or options.html:
@@ -37,19 +35,9 @@ def execute(options: InspectOptions) -> int:
             text = load.open_tokenizer(options.model)
             facts["text"] = {s: text.decode(ids) for s, ids in facts["tokens"].items()}
     if options.html is not None:
-        _write(Path(options.html), html_page.render(facts))
+        kinds.write_whole(options.html, html_page.render(facts).encode(), kinds.PAGE)
     output.write_text(json.dumps(facts) + "\n" if options.json else _tables(facts, options))
     return 0
-
-
-def _write(path: Path, text: str) -> None:
-    if holds_session(path):
-        raise UsageError(f"--html {path}: is a session and stays as it is; give another name")
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        why = reason(error)
-        raise SaveError(f"--html {path}: {why}; give another name") from error
 
 
 def _tables(facts: dict[str, Any], options: InspectOptions) -> str:

@@ -23,8 +23,8 @@ from kvrt.errors import (
 )
 from kvrt.session import OpenedSession, described, fingerprint
 from kvrt.session.kv_file import frame
+from kvrt.session.library.stored import FOLDER_INDEX
 from kvrt.session.manifest import Manifest
-from kvrt.session.orbax import folder
 
 if TYPE_CHECKING:
     from kvrt import Runtime
@@ -89,10 +89,16 @@ def existing(path: Path) -> Path:
     return path
 
 
+def real_path(name: str | Path) -> Path:
+    """Where a session is written: what a link points to, so that the link stays one."""
+    path = Path(name)
+    return path.resolve() if path.is_symlink() else path
+
+
 def holds_session(path: Path) -> bool:
     """Whether a session is at a path, sound or damaged, that no other output may replace."""
     if path.is_dir():
-        return (path / folder.INDEX).exists()
+        return (path / FOLDER_INDEX).exists()
     if not path.is_file():
         return False
     with open(path, "rb") as file:
@@ -101,14 +107,7 @@ def holds_session(path: Path) -> bool:
 
 def is_library(path: Path) -> bool:
     """Whether a path is a folder of sessions, and not one session in a folder."""
-    return os.path.isdir(path) and not os.path.exists(path / folder.INDEX)
-
-
-def bytes_on_disk(path: Path) -> int:
-    """Bytes of a session on the disk."""
-    if path.is_dir():
-        return sum(x.stat().st_size for x in path.rglob("*") if x.is_file())
-    return path.stat().st_size
+    return os.path.isdir(path) and not os.path.exists(path / FOLDER_INDEX)
 
 
 def follow(options: _Flags, found: Manifest) -> _Flags:
@@ -138,7 +137,7 @@ def _scored_policy(found: Manifest) -> dict[str, Any]:
 
     said, known = found.policy or {}, {**SCORED, "duo_attention": DuoAttention}
     name = next((k for k, v in known.items() if v.__name__ == said.get("name")), None)
-    if name is None:
+    if name is None or "class" in said:
         return {}
     interval = said.get("interval", known[name].interval)
     budget, n_sink = said.get("budget"), said.get("n_sink")

@@ -8,12 +8,12 @@ import numpy as np
 from kvrt import session
 from kvrt.cli.flags.session_files import TrimOptions
 from kvrt.cli.process import output
-from kvrt.cli.run.kept_session import real_path
-from kvrt.cli.session.fork import cut_at, new_path, note_checkpoints
-from kvrt.cli.session.open_session import bytes_on_disk, existing
+from kvrt.cli.session.fork import cut_at, note_checkpoints
+from kvrt.cli.session.open_session import existing, real_path
 from kvrt.errors import BadSession, SaveError
 from kvrt.session.change import replace
 from kvrt.session.kv_file import file as kv_file
+from kvrt.session.library.stored import bytes_on_disk
 from kvrt.session.snapshot import Snapshot
 
 
@@ -25,7 +25,7 @@ def execute(options: TrimOptions) -> int:
     """
     assert options.session is not None
     path = real_path(existing(Path(options.session)))
-    new = path if options.output is None else new_path(options.output)
+    new = path if options.output is None else Path(options.output)
     snapshot = session.read(path)
     before = bytes_on_disk(path)
     short = snapshot if options.keep is None else cut_at(snapshot, options.keep, "--keep")

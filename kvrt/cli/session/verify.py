@@ -38,7 +38,7 @@ def execute(options: VerifyOptions) -> int:
         from kvrt.cli.process import startup  # late: only a model needs JAX
 
         startup.check_device()
-        startup.keep_programs()
+        startup.keep_programs_or_warn()
         with startup.enough_memory():
             runtime = _runtime(options, options.model, opened)
             with naming_session(opened.path):

@@ -56,6 +56,7 @@ def cache_config(options: SizeFlags, n_trained: int) -> CacheConfig:
     if isinstance(options, CheckpointFlags):
         fields["checkpoint_bytes"] = options.max_checkpoint_bytes()
     config = CacheConfig(n_ctx=options.n_ctx or n_trained, **fields)
+    config = config.for_platform(jax.default_backend())
     if isinstance(options, EvalFlags):
         _warn_beyond(config, n_trained)
     return config
@@ -72,11 +73,12 @@ def _warn_beyond(config: CacheConfig, n_trained: int) -> None:
     extend = config.self_extend
     reach = extend.reach(n_trained) if extend else n_trained
     if config.n_ctx > reach:
-        further = f" (with SelfExtend {reach})" if extend else ""
+        further = f" ({reach:,} with SelfExtend)" if extend else ""
+        remedy = "a greater -gan" if extend else "-gan (SelfExtend)"
         output.warn(
-            f"-c {config.n_ctx} is above the {n_trained} tokens that the model was trained for"
-            f"{further}, and text beyond them suffers; use -c {reach} "
-            f"{'or a greater -gan' if extend else 'with --context_shift'}"
+            f"-c {config.n_ctx} is above the {n_trained:,} tokens that the model was trained for"
+            f"{further}, and text beyond them suffers; {remedy} reads further, -c {reach} drops "
+            "older tokens instead"
         )
 
 
@@ -98,7 +100,7 @@ def sized(
         estimate = functools.partial(of_cells, spec.groups, spec.recurrent)
         n_most = most_tokens(estimate, config, int(n_bytes) // _SHARE)
         n_ctx = n_trained if n_most >= n_trained else 1 << max(n_most.bit_length() - 1, 0)
-        n_ctx = min(max(n_ctx, n_prompt + _n_answer(options)), n_trained)
+        n_ctx = min(max(n_ctx, n_prompt + answer_length(options)), n_trained)
     if n_ctx < n_trained and not quiet:
         output.note(
             f"context: {n_ctx:,} of the {n_trained:,} tokens that the model was trained for; more "
@@ -121,6 +123,6 @@ def extend_config(options: EvalFlags | BatchOptions) -> SelfExtend | None:
     return SelfExtend(**taken("SelfExtend", options))
 
 
-def _n_answer(options: EvalFlags) -> int:
+def answer_length(options: EvalFlags) -> int:
     """Tokens that follow the prompt, as far as the flags say; an endless text counts as one."""
     return max(options.n_predict, 1) if isinstance(options, LengthFlags) else 0

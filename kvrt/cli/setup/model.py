@@ -8,6 +8,7 @@ from kvrt.cli.process import output, status
 from kvrt.cli.setup.sampling import request
 from kvrt.config import GroupSpec
 from kvrt.errors import UsageError
+from kvrt.program.disk_hits import CompileProgress
 from kvrt_models import hub, load
 from kvrt_models.decoder import Decoder
 from kvrt_models.load import Opened
@@ -36,9 +37,8 @@ def open_with_status(
     with status.waiting(f"reading header and tokenizer of {path.name}", not quiet) as say:
         watch = Watch(
             tell=output.warn,
-            show=lambda n, n_all: say(f"quantizing weights, {n} of {n_all}"),
+            show=lambda n, n_all: say(f"quantizing weights, {n:,} of {n_all:,}"),
             digest=lambda: say("reading all of the model's file once, for its digest"),
-            measure=lambda: say("measuring how this machine multiplies eight bits, once"),
         )
         opened = load.open_model(path, dtype=dtype, on_host=on_host, watch=watch)
     if not window_sinks:
@@ -71,16 +71,32 @@ def with_window_sinks(spec: DecoderSpec, n_sink: int) -> DecoderSpec:
 def compile_programs(
     runtime: Runtime, model: Opened, options: Options, n_tokens: int, *, quiet: bool
 ) -> None:
-    """Compiles what a prompt of n_tokens and its answer need, and binds the weights."""
+    """Compiles what a prompt of n_tokens needs, and binds the weights.
 
-    def compiling(n: int, n_all: int, n_from_disk: int) -> None:
-        disk = f", {n_from_disk} from the disk" if n_from_disk else ""
-        say(f"compiling programs, {n} of {n_all} there{disk}")
+    What its answer needs is compiled behind that, while the prompt is read: `await_programs`.
+    """
 
     def reading(n: int, n_all: int) -> None:
-        say(f"reading weights, {n} of {n_all} tensors there")
+        say(f"reading weights, {n:,} of {n_all:,} tensors there")
 
     with status.waiting("compiling programs", not quiet) as say:
         wanted = request(options, model.tokenizer)
-        runtime.prepare(n_tokens, wanted, progress=compiling)
+        runtime.prepare(n_tokens, wanted, progress=_compiling(say))
         runtime.bind(model.wait(reading).decoder)
+
+
+def await_programs(runtime: Runtime, *, quiet: bool) -> None:
+    """Waits for what `compile_programs` left: a text does not stop behind its first token."""
+    if runtime.programs.n_pending:
+        with status.waiting("compiling programs", not quiet) as say:
+            runtime.programs.wait(_compiling(say))
+
+
+def _compiling(say: status.Say) -> CompileProgress:
+    """Says how many programs are there."""
+
+    def show(n: int, n_all: int, n_from_disk: int) -> None:
+        disk = f", {n_from_disk} from the disk" if n_from_disk else ""
+        say(f"compiling programs, {n:,} of {n_all:,} there{disk}")
+
+    return show

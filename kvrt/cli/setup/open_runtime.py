@@ -13,7 +13,8 @@ from kvrt.cli.flags.cache import AttentionFlags
 from kvrt.cli.flags.context import BY_POSITION
 from kvrt.cli.flags.evaluate import EvalFlags
 from kvrt.cli.flags.mesh import MeshFlags
-from kvrt.cli.process import devices, startup, status
+from kvrt.cli.process import devices, output, startup, status
+from kvrt.cli.report.summary import kept_line
 from kvrt.cli.setup import config, policy
 from kvrt.config import CacheConfig
 from kvrt.policies import AnyPolicy
@@ -32,7 +33,7 @@ def ready(options: AttentionFlags) -> Iterator[None]:
         joined = devices.other_processes(options)
     with joined:
         startup.check_device(options.attention)
-        startup.keep_programs()
+        startup.keep_programs_or_warn()
         with startup.enough_memory():
             yield
 
@@ -69,6 +70,8 @@ def open_runtime(
     drops: AnyPolicy | None = None
     if options.policy_name not in BY_POSITION:
         drops = policy.by_score(options, spec, cache.n_ctx)
+        if n_prompt >= drops.budget + drops.interval and not quiet:
+            output.warn(f"the prompt has {n_prompt:,} tokens: {kept_line(drops)}")
     elif not policy.stays(options, spec, cache):
         drops = policy.policy_of_run(options, cache.n_ctx, ids, model.tokenizer)
     layers = policy.layers_of_spec(spec, cache, drops)

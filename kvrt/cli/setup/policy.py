@@ -1,8 +1,10 @@
 """From flags to what stays of a text that outgrows its context, and whether a prompt fits."""
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import NoneType
+from typing import Any, TypeVar
 
 from kvrt.attention.scored.layers import LayerKinds, by_kind
 from kvrt.cli.flags.context import BY_POSITION
@@ -10,10 +12,10 @@ from kvrt.cli.flags.evaluate import UNTIL_FULL, EvalFlags, LengthFlags
 from kvrt.cli.flags.serving import BatchOptions, FitOptions
 from kvrt.cli.process import output
 from kvrt.cli.report.size import parse_size
-from kvrt.cli.setup.config import cache_config
+from kvrt.cli.setup.config import answer_length, cache_config
 from kvrt.cli.setup.flag_map import taken
-from kvrt.config import CacheConfig
-from kvrt.errors import BadConfig, UsageError
+from kvrt.config import CacheConfig, SelfExtend
+from kvrt.errors import DAMAGED, BadConfig, BadSession, UsageError
 from kvrt.kv_types import head_bytes
 from kvrt.policies import SCORED, AnyPolicy, AttentionSinks, ContextShift, Policy, ScoredPolicy
 from kvrt.policies.scored.duo_attention import DuoAttention, read_streaming
@@ -22,6 +24,8 @@ from kvrt_models.spec import DecoderSpec
 from kvrt_models.tokenizer.encode import Tokenizer
 
 _Options = EvalFlags | BatchOptions | FitOptions
+_Flags = TypeVar("_Flags", bound=EvalFlags)
+_MOST_EXTENDED = 16  # times the trained length that SelfExtend is advised for
 
 
 def stays(options: EvalFlags, spec: DecoderSpec, config: CacheConfig) -> bool:
@@ -40,6 +44,7 @@ def check_prompt(options: EvalFlags, n_prompt: int, spec: DecoderSpec, config: C
       UsageError: it does not fit, and nothing shifts.
     """
     n_least = n_prompt + _writes(options)
+    remedy = _room_for(n_prompt + answer_length(options), spec, options)
     if options.policy_name not in BY_POSITION:
         return
     if all(extent(g, config).rolls for g in spec.groups):
@@ -50,22 +55,40 @@ def check_prompt(options: EvalFlags, n_prompt: int, spec: DecoderSpec, config: C
     if shifts(options) and spec.recurrent is not None:
         output.warn(
             "the state of recurrent layers cannot forget, so the context does not shift and the "
-            f"text ends with its {config.n_ctx} cells; --nocontext_shift if that is wanted"
+            f"text ends with its {config.n_ctx:,} cells; --nocontext_shift if that is wanted"
         )
     if n_least <= config.n_ctx:
         return
     if shifts(options) and spec.recurrent is None:
         if n_prompt > config.n_ctx:
             output.warn(
-                f"the prompt has {n_prompt} tokens, the context {config.n_ctx} cells: older tokens "
-                "are dropped while it is read, so that the answer does not know the prompt's "
-                f"beginning; raise -c to {n_least} to keep it"
+                f"the prompt has {n_prompt:,} tokens, the context {config.n_ctx:,} cells: older "
+                "tokens are dropped while it is read, so that the answer does not know the "
+                f"prompt's beginning; to keep it {remedy}"
             )
         return
     raise UsageError(
-        f"the prompt has {n_prompt} tokens, the context {config.n_ctx} cells, and {n_least} are "
-        f"needed; raise -c to {n_least} or more (the model was trained for {spec.n_ctx_train}), "
-        "use --context_shift or shorten the prompt"
+        f"the prompt has {n_prompt:,} tokens, the context {config.n_ctx:,} cells, and {n_least:,} "
+        f"are needed; {remedy}, drop older tokens (--context_shift) or shorten the prompt"
+    )
+
+
+def _room_for(n_tokens: int, spec: DecoderSpec, options: EvalFlags) -> str:
+    """The flags with which a context holds n_tokens, within what the model was trained for."""
+    n_trained, window = spec.n_ctx_train, options.grp_attn_w
+    if n_tokens <= n_trained:
+        return f"raise -c to {n_tokens}"
+    # A power of two, for SelfExtend in the cache wants a window of whole groups.
+    group = 2
+    while SelfExtend(ga_n=group, ga_w=window, kind="paper").reach(n_trained) < n_tokens:
+        group *= 2
+        if group > _MOST_EXTENDED:
+            return f"use a model trained for more than its {n_trained:,} tokens"
+    simple = spec.recurrent is None and all(g.mask.kind == "full" for g in spec.groups)
+    extended = f" with -gan {group} (SelfExtend)" if simple and not window % group else ""
+    return (
+        f"raise -c to {n_tokens}{extended}, beyond the {n_trained:,} tokens that the model was "
+        "trained for"
     )
 
 
@@ -75,13 +98,13 @@ def _warn_behind_window(options: EvalFlags, n_prompt: int, config: CacheConfig) 
     n_kept = options.n_sink + n_window
     if n_kept > config.n_ctx:
         raise UsageError(
-            f"--n_sink {options.n_sink} and --n_window {n_window} keep {n_kept} tokens, the "
-            f"context has {config.n_ctx} cells; keep fewer, or raise -c to {n_kept}"
+            f"--n_sink {options.n_sink} and --n_window {n_window} keep {n_kept:,} tokens, the "
+            f"context has {config.n_ctx:,} cells; keep fewer, or raise -c to {n_kept}"
         )
     if n_prompt > n_kept:
         output.warn(
-            f"the prompt has {n_prompt} tokens, of which {n_kept} stay: the first {options.n_sink} "
-            f"and the last {n_window}; raise -c or --n_window to keep it"
+            f"the prompt has {n_prompt:,} tokens, of which {n_kept:,} stay: the first "
+            f"{options.n_sink:,} and the last {n_window:,}; raise -c or --n_window to keep it"
         )
 
 
@@ -108,10 +131,58 @@ def policy_of_run(
     n_keep = n_kept(options.keep, ids, tokenizer)
     if n_keep > n_ctx - 2:
         raise BadConfig(
-            f"--keep {options.keep} keeps {n_keep} tokens, which leaves nothing to drop in "
-            f"{n_ctx} cells; keep fewer, raise -c or use --nocontext_shift"
+            f"--keep {options.keep} keeps {n_keep:,} tokens, which leaves nothing to drop in "
+            f"{n_ctx:,} cells; keep fewer, raise -c or use --nocontext_shift"
         )
     return ContextShift(n_keep=n_keep, **taken("ContextShift", options))
+
+
+# The policies by position as --policy names them.
+_NAMES: dict[str, tuple[str, type[ContextShift | AttentionSinks]]] = {
+    "ContextShift": ("context_shift", ContextShift),
+    "AttentionSinks": ("attention_sinks", AttentionSinks),
+}
+
+
+def follow_policy(
+    options: _Flags, said: Mapping[str, Any] | None, ids: Sequence[int], tokenizer: Tokenizer
+) -> _Flags:
+    """The options with the policy by position of a session where flags do not say otherwise.
+
+    Args:
+      options: flags, those of the session's cache among them.
+      said: the policy's name and settings; None, or a policy of the user's own, changes nothing.
+      ids: the prompt, those tokens first that the session holds.
+      tokenizer: of the model.
+
+    Raises:
+      BadSession: the policy can have no such settings.
+    """
+    sizes = dict(said or {})
+    name, kind = _NAMES.get(sizes.pop("name", ""), (None, None))
+    if kind is None or (
+        {"policy", "context_shift"} & options.given and options.policy_name != name
+    ):
+        return options
+    try:
+        if any(type(x) not in (int, NoneType) for x in sizes.values()):
+            raise BadConfig(f"whole numbers are wanted, found {sizes}")
+        kind(**sizes)
+    except (TypeError, BadConfig) as error:
+        raise BadSession(f"its policy {name}: {error}; {DAMAGED}") from error
+    flags = {k: v for k, v in sizes.items() if v is not None}
+    if n_keep := flags.pop("n_keep", 0):
+        flags["keep"] = n_keep - _begins(ids, tokenizer)
+    if name == "attention_sinks":
+        flags["policy"] = name
+    return replace(options, **{k: v for k, v in flags.items() if k not in options.given})
+
+
+def followed(before: EvalFlags, after: EvalFlags) -> str:
+    """The flags of `follow_policy` that it has changed, for a line; "" of none."""
+    names = ("policy", "keep", "n_discard", "n_sink", "n_window", "n_drop")
+    new = [(x, getattr(after, x)) for x in names if getattr(after, x) != getattr(before, x)]
+    return " ".join(f"--{name} {value}" for name, value in new)
 
 
 def policy_of_batch(options: BatchOptions | FitOptions, spec: DecoderSpec) -> AnyPolicy | None:
@@ -193,8 +264,13 @@ def layers_of_spec(spec: DecoderSpec, config: CacheConfig, policy: AnyPolicy | N
 
 def n_kept(keep: int, ids: Sequence[int], tokenizer: Tokenizer) -> int:
     """Tokens of a prompt that --keep means."""
-    begins = tokenizer.add_bos and ids[0] == tokenizer.bos_id
+    begins = _begins(ids, tokenizer)
     return min(keep + begins, len(ids)) if 0 <= keep <= len(ids) else len(ids)
+
+
+def _begins(ids: Sequence[int], tokenizer: Tokenizer) -> bool:
+    """Whether the tokens begin with one that --keep does not count."""
+    return tokenizer.add_bos and ids[0] == tokenizer.bos_id
 
 
 def _sinks(options: _Options, n_ctx: int) -> AttentionSinks:

@@ -40,6 +40,7 @@ class BlockFile:
       block_bytes: of each block.
       n_slots: that it may have; what lies beyond is cut off.
       fingerprint: of what the blocks belong to: the model, its layout, its KV dtypes.
+      *older: what a file of before may have instead; it gets `fingerprint` when it is opened.
       n_name: bytes of a name at most.
     """
 
@@ -49,7 +50,7 @@ class BlockFile:
         block_bytes: int,
         n_slots: int,
         fingerprint: bytes,
-        *,
+        *older: bytes,
         n_name: int = 1024,
     ) -> None:
         """Opens the file, or makes an empty one.
@@ -65,9 +66,10 @@ class BlockFile:
         self.block_bytes, self.n_slots, self.n_name = block_bytes, n_slots, n_name
         self.slot_bytes = -(-(_SLOT.size + self.n_name + block_bytes) // _UNIT) * _UNIT
         self._path = path
-        self._head = _HEAD.pack(
-            _MAGIC, self.n_name, block_bytes, xxhash.xxh3_128_digest(fingerprint)
-        )
+        self._head, *self._older = [
+            _HEAD.pack(_MAGIC, n_name, block_bytes, xxhash.xxh3_128_digest(x))
+            for x in (fingerprint, *older)
+        ]
         lock = path.with_name(f".{path.name}.lock")
         self._lock = FileLock(lock, timeout=0, mode=_MODE, thread_local=False)
         self._fd = self._open()
@@ -157,17 +159,17 @@ class BlockFile:
 
     def _check_head(self, fd: int) -> None:
         found = os.pread(fd, _HEAD.size, 0)
-        if self._is_torn(found) and os.fstat(fd).st_size <= _HEAD.size:
+        is_new = self._is_torn(found) and os.fstat(fd).st_size <= _HEAD.size
+        if is_new or found in self._older:
             _write_all(fd, [self._head], 0)
             # Slots may be lost, and the file would be nobody's without this.
             os.fsync(fd)
-            return
-        if found[: len(_MAGIC)] != _MAGIC:
+        elif found[: len(_MAGIC)] != _MAGIC:
             raise BadConfig(f"{self._path} holds no blocks of kvrt; give another name")
-        if found != self._head:
+        elif found != self._head:
             raise BadConfig(
-                f"{self._path} holds blocks of another model, layout or block size; give another "
-                "name or remove it"
+                f"{self._path} holds blocks of another model, layout or block size, or of "
+                "another policy by score; give another name or remove it"
             )
         end = self._offset(self.n_slots)
         if os.fstat(fd).st_size > end:

@@ -42,6 +42,11 @@ class DuoAttention(ScoredPolicy):
             raise BadConfig("pyramid gives layers other budgets, streaming heads; use one of both")
         ScoredPolicy.__post_init__(self)
 
+    @property
+    def n_whole(self) -> int:
+        """As `ScoredPolicy.n_whole`: up to the first eviction of a head that streams."""
+        return (self.n_stream if any(self.streaming) else self.budget) + self.interval
+
     def split(self, layer: int, n_kv_heads: int) -> tuple[HeadPart, ...]:
         """Both kinds of heads of a layer; see `ScoredPolicy.split`."""
         listed = layer < len(self.streaming)

@@ -110,7 +110,13 @@ def _load(found: str | Path | OpenedSession, lead: Sequence[int]) -> CachedChunk
     tokens_of(opened, lead)
     # Where it was in blocks, and how its text went on, are nothing that a blend asks for.
     snapshot = dataclasses.replace(
-        session.read(opened), in_blocks=(), draws={}, logits={}, checkpoints=(), policy=None
+        session.read(opened),
+        in_blocks=(),
+        draws={},
+        logits={},
+        checkpoints=(),
+        policy=None,
+        policies={},
     )
     return CachedChunk(snapshot=snapshot, n_lead=len(lead))
 

@@ -5,12 +5,14 @@ them, so that it does not matter which prompt it was computed for. The files are
 the folder's index has them, and `kvrt ls` and `kvrt prune` treat them like any other.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
+from kvrt.errors import KvrtError
 from kvrt.runtime.chunks.chunk import CachedChunk, StoredChunk
 from kvrt.session import fingerprint
 from kvrt.session.fingerprint import Fingerprint
@@ -69,7 +71,11 @@ class ChunkStore:
         chunk = StoredChunk(path, lead)
         if chunk.tokens.tolist() != list(tokens):
             return None  # of an equal name: it is computed, and takes its place
-        self._library.touch(path)
+        # A folder that can only be read, or whose index others use, has its chunks all the same.
+        with contextlib.suppress(KvrtError, OSError):
+            if not self._library.touch(path):
+                n_bytes = path.stat().st_size
+                self._library.add(path, fingerprint.digest(here), chunk.tokens, n_bytes)
         return chunk
 
     def add(self, here: Fingerprint, chunk: CachedChunk) -> Path:

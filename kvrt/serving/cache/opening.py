@@ -2,8 +2,9 @@
 
 import dataclasses
 
-from flax import nnx
+from jax.sharding import Mesh
 
+from kvrt.attention.contract import Decoder
 from kvrt.cache import checks
 from kvrt.cache.cell_cache import layers_of, open_cell_cache
 from kvrt.cellcache.host_cells import Retention
@@ -25,10 +26,10 @@ from kvrt.serving.sizing.pool_sizes import engine_plan
 
 
 def open_space(
-    model: nnx.Module,
+    model: Decoder,
     config: CacheConfig,
     options: EngineConfig,
-    mesh: MeshSpec | None,
+    mesh: MeshSpec | Mesh | None,
     policy: AnyPolicy | None,
 ) -> tuple[Device, Space, CacheConfig]:
     """An empty cache, in cells or in blocks, and the config of the size that it became.

@@ -105,7 +105,7 @@ class PagedSpace:
         self.state_size, self.keeps_others = (sizes or [None])[0], not sizes
         stores = [self._arrays.store_of.get(pool) for pool in range(len(self.pools))]
         on_device = PoolStores(plan=plan, stores=stores, pools=self.pools)
-        self.tiers = open_tiers(options.tiers, on_device, self.manager, device)
+        self.tiers = open_tiers(options.tiers, on_device, self.manager, device, options.identity)
         self._sessions = BlockSessions(specs, on_device, self.manager, device)
 
     @property

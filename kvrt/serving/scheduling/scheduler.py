@@ -126,8 +126,7 @@ class Scheduler:
     def fork(self, src: SeqState, dst: SeqState) -> int:
         """Takes in a sample with the same tokens as another one; those of it that both have now.
 
-        It runs from now on, or waits until it is computed again where that one waits, or where
-        there is no room.
+        It runs from now on; where that one waits, or there is no room, it waits and is recomputed.
 
         Raises:
           BadRequest: the id is here already.
@@ -150,19 +149,20 @@ class Scheduler:
         self._requests.add(dst, self._n_steps)
         return 0
 
-    def cancel(self, request_id: str, sample: int | None = None) -> list[SeqState]:
-        """Ends a sample of a request, or all of them; those that it ended.
+    def cancel(
+        self, request_id: str, sample: int | None = None, reason: FinishReason = "cancelled"
+    ) -> list[SeqState]:
+        """Ends a sample of a request, or all of them, for a reason; those that it ended.
 
         Raises:
           BadRequest: nothing of that is being served.
         """
-        live = self._requests.live.get(request_id, [])
-        ended = [s for s in live if sample in (None, s.sample)]
+        ended = [s for s in self.live.get(request_id, ()) if sample in (None, s.sample)]
         if not ended:
             what = f"request {request_id!r}" + ("" if sample is None else f", sample {sample},")
             raise BadRequest(f"{what} is not being served; it ended or never came")
         for state in ended:
-            self.finish(state, "cancelled")
+            self.finish(state, reason)
         return ended
 
     def finish(

@@ -7,6 +7,7 @@ from kvrt.errors import BadConfig
 from kvrt.policies import Drop
 from kvrt.serving.request import SeqState
 from kvrt.serving.scheduling.queue import Order
+from kvrt.whole_numbers import take_whole_numbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,7 @@ class Rules:
 
     def __post_init__(self) -> None:
         """Refuses counts below 1."""
+        take_whole_numbers(self)
         for name in ("n_batch", "n_ctx_seq", "n_chunk", "n_wait", "n_alike"):
             value = getattr(self, name)
             if value is not None and value < 1:

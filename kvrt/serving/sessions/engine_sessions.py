@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from flax import nnx
 
+from kvrt.attention.contract import Decoder
 from kvrt.cache import capture
 from kvrt.cache.cell_cache import layers_of
 from kvrt.cellcache import history
@@ -39,7 +39,7 @@ class EngineSessions:
 
     def __init__(
         self,
-        model: nnx.Module,
+        model: Decoder,
         device: Device,
         space: Space,
         options: EngineConfig,
@@ -52,7 +52,7 @@ class EngineSessions:
           BadSession: its index is damaged.
         """
         self._layers = layers_of(model, device.spec.config, policy)
-        self._n_vocab: int = model.n_vocab  # pyright: ignore[reportAttributeAccessIssue]
+        self._n_vocab: int = model.n_vocab
         self._device, self._space, self._options = device, space, options
         self._folder = options.sessions and SessionFolder(options.sessions)
         if self._folder is not None:

@@ -1,1 +1,1 @@
-"""Sessions made of sessions: trimmed, converted, replaced."""
+"""Sessions made of sessions: trimmed, converted, repaired, replaced."""

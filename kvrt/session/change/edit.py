@@ -65,6 +65,7 @@ def cut(snapshot: Snapshot, seq_id: int, p0: int, p1: int | None = None) -> Snap
         ga_i=ga_i,
         logits={s: x for s, x in snapshot.logits.items() if s != seq_id},
         draws={s: x for s, x in snapshot.draws.items() if s != seq_id},
+        policies={s: x for s, x in snapshot.policies.items() if s in new.history.pieces},
         checkpoints=_up_to(snapshot.checkpoints, seq_id, p0),
         in_blocks=tuple(s for s in snapshot.in_blocks if s in new.history.pieces),
     )
@@ -156,12 +157,20 @@ def _part(part: GroupPart, group: CellGroup) -> GroupPart:
         pos=pos[left],
         seqs=seqs[left],
         lost=group.lost,
-        blocks=part.blocks if left.all() else list(_blocks(part.blocks, left)),
+        blocks=list(some_cells(part.blocks, left)),
     )
 
 
-def _blocks(blocks: Sequence[KVBlock], left: np.ndarray) -> Iterator[KVBlock]:
-    """The cells that are left, 256 in each block but the last."""
+def some_cells(blocks: Sequence[KVBlock], left: np.ndarray) -> Iterator[KVBlock]:
+    """The cells of a group that are left, 256 in each block but the last.
+
+    Args:
+      blocks: of the group.
+      left: by cell.
+    """
+    if left.all():
+        yield from blocks
+        return
     n_same = int(np.argmin(left)) // BLOCK_CELLS  # blocks before the first cell that goes
     yield from blocks[:n_same]
     at = np.flatnonzero(left[n_same * BLOCK_CELLS :])

@@ -8,7 +8,7 @@ import dataclasses
 import enum
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -143,18 +143,31 @@ def keep_former(path: Path) -> Path:
       OSError: the system refuses the copy.
     """
     held = read_held(path)
-    for kept in _backups(path):
+    return _keep(path, lambda kept: _gives_way(kept, held))
+
+
+def keep_damaged(path: Path) -> Path:
+    """Keeps a session that cannot be read as book.kv~, or book.kv~2 and so on where that is taken.
+
+    Call it under the lock of the path.
+
+    Returns:
+      Where it is kept.
+
+    Raises:
+      SaveError: a lock could not be had.
+      OSError: the system refuses the copy.
+    """
+    return _keep(path, lambda kept: not os.path.lexists(kept))
+
+
+def _keep(path: Path, is_free: Callable[[Path], bool]) -> Path:
+    for kept in atomic.backup_names(path):
         with atomic.locked(kept):
-            if _gives_way(kept, held):
+            if is_free(kept):
                 _duplicate(path, kept)
                 return kept
     raise AssertionError("there are 2^31 names")
-
-
-def _backups(path: Path) -> Iterator[Path]:
-    yield path.with_name(f"{path.name}~")
-    for n in range(2, 1 << 31):
-        yield path.with_name(f"{path.name}~{n}")
 
 
 def _gives_way(kept: Path, held: SessionTokens) -> bool:
@@ -172,6 +185,8 @@ def _gives_way(kept: Path, held: SessionTokens) -> bool:
 
 def _duplicate(path: Path, kept: Path) -> None:
     """A second name for a file, or a copy where the file system has no such names."""
+    # A killed one may have left this very name: numbers of processes come again.
+    atomic.sweep(kept)
     new = atomic.temporary(kept)
     try:
         if path.is_dir():

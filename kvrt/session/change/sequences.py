@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from kvrt.arrays import AnyArray, UInt32
-from kvrt.cellcache.history import TokenHistory
+from kvrt.cellcache.history import TokenHistory, renumbered
 from kvrt.config import MAX_SEQUENCES
 from kvrt.errors import BadSequence, SaveError
 from kvrt.session import io, kv_arrays
@@ -108,7 +108,7 @@ def with_sequence(others: Snapshot | None, seq_id: int, new: Snapshot) -> Snapsh
         if seq_id in others.seq_ids:
             others = edit.cut(others, seq_id, 0)
     new = _renumbered(new, seq_id)
-    return new if others is None or not others.seq_ids else _joined(others, new)
+    return new if others is None or not others.seq_ids else join_sequences(others, new)
 
 
 def _renumbered(new: Snapshot, seq_id: int) -> Snapshot:
@@ -118,7 +118,7 @@ def _renumbered(new: Snapshot, seq_id: int) -> Snapshot:
         return {seq_id: x[0]} if 0 in x else {}
 
     def group(part: GroupPart) -> GroupPart:
-        return dataclasses.replace(part, seqs=_owner(len(part.pos), seq_id), lost=of(part.lost))
+        return dataclasses.replace(part, seqs=one_owner(len(part.pos), seq_id), lost=of(part.lost))
 
     def checkpoint(x: CheckpointPart) -> CheckpointPart:
         return dataclasses.replace(x, seq_ids=(seq_id,))
@@ -137,12 +137,13 @@ def _renumbered(new: Snapshot, seq_id: int) -> Snapshot:
         ga_i=of(new.ga_i),
         logits=of(new.logits),
         draws=of(new.draws),
+        policies=of(new.policies),
         checkpoints=tuple(map(checkpoint, new.checkpoints)),
         in_blocks=(seq_id,) if new.in_blocks else (),
     )
 
 
-def _joined(others: Snapshot, new: Snapshot) -> Snapshot:
+def join_sequences(others: Snapshot, new: Snapshot) -> Snapshot:
     """Two snapshots without a sequence in common, as one."""
     return dataclasses.replace(
         new,
@@ -153,6 +154,7 @@ def _joined(others: Snapshot, new: Snapshot) -> Snapshot:
         ga_i={**others.ga_i, **new.ga_i},
         logits={**others.logits, **new.logits},
         draws={**others.draws, **new.draws},
+        policies={**others.policies, **new.policies},
         checkpoints=others.checkpoints + new.checkpoints,
         in_blocks=tuple(sorted(others.in_blocks + new.in_blocks)),
     )
@@ -172,11 +174,11 @@ def _group(a: GroupPart, b: GroupPart) -> GroupPart:
         pos=np.concatenate([a.pos, b.pos]),
         seqs=np.concatenate([_widened(a.seqs, n_words), _widened(b.seqs, n_words)]),
         lost={**a.lost, **b.lost},
-        blocks=_blocks([*a.blocks, *b.blocks], n_a // BLOCK_CELLS, n_a + n_b),
+        blocks=cells_in_blocks([*a.blocks, *b.blocks], n_a + n_b, n_a // BLOCK_CELLS),
     )
 
 
-def _blocks(blocks: Sequence[KVBlock], n_whole: int, n: int) -> list[KVBlock]:
+def cells_in_blocks(blocks: Sequence[KVBlock], n: int, n_whole: int = 0) -> list[KVBlock]:
     """Keys and values of n cells, of which n_whole blocks stay, in blocks of 256 but the last."""
     out, rest = list(blocks[:n_whole]), blocks[n_whole:]
     if not rest:
@@ -204,26 +206,17 @@ def _states(a: StatePart, b: StatePart) -> StatePart:
 
 def _history(a: TokenHistory, b: TokenHistory) -> TokenHistory:
     """Tokens of both. Marks are numbered anew, so that many saves do not use them up."""
-    moved = {s: [_marked(x, a.n_marks) for x in pieces] for s, pieces in b.pieces.items()}
-    pieces = {**{s: list(x) for s, x in a.pieces.items()}, **moved}
-    used = np.unique(np.concatenate([x[2] for each in pieces.values() for x in each]))
+    of_a, n = renumbered(a.pieces)
+    of_b, n = renumbered(b.pieces, n)
     return TokenHistory(
-        pieces={
-            s: tuple(np.stack([*x[:2], np.searchsorted(used, x[2]).astype(np.int32)]) for x in each)
-            for s, each in pieces.items()
-        },
-        n_marks=len(used),
+        pieces={**of_a, **of_b},
+        n_marks=n,
         exact={**a.exact, **b.exact},
         unshared=a.unshared | b.unshared,
     )
 
 
-def _marked(entries: np.ndarray, n: int) -> np.ndarray:
-    """Entries with marks behind the first n."""
-    return np.stack([*entries[:2], entries[2] + np.int32(n)])
-
-
-def _owner(n: int, seq_id: int) -> UInt32[np.ndarray, "n W"]:
+def one_owner(n: int, seq_id: int) -> UInt32[np.ndarray, "n W"]:
     """Bits of n cells that belong to one sequence."""
     seqs = np.zeros((n, seq_id // 32 + 1), np.uint32)
     seqs[:, -1] = np.uint32(1) << np.uint32(seq_id % 32)

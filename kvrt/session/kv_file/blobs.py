@@ -9,7 +9,7 @@ import xxhash
 from safetensors import numpy as library
 
 from kvrt.arrays import AnyArray
-from kvrt.errors import BadSession
+from kvrt.errors import DAMAGED, BadSession
 from kvrt.files import atomic
 from kvrt.session.manifest import Blob
 
@@ -58,10 +58,7 @@ def read_blob(fd: int, blob: Blob, name: str) -> Tensors:
     data = atomic.read_at(fd, blob.n_bytes, blob.offset)
     where = f"{name}, bytes {blob.offset} to {blob.offset + blob.n_bytes},"
     if _digest(data) != blob.digest:
-        raise BadSession(
-            f"{where} has another xxh3-128 than it was written with; the file is damaged, save "
-            "the session again"
-        )
+        raise BadSession(f"{where} has another xxh3-128 than it was written with; {DAMAGED}")
     n_header = int.from_bytes(data[:8], "little")
     if n_header > MAX_HEADER_BYTES:
         raise BadSession(f"{where} has a header of {n_header} bytes, {MAX_HEADER_BYTES} at most")
@@ -69,7 +66,7 @@ def read_blob(fd: int, blob: Blob, name: str) -> Tensors:
         found = library.load(data)
     except (safetensors.SafetensorError, KeyError, ValueError) as error:
         why = " ".join(str(error).split())[:200]
-        raise BadSession(f"{where} holds no tensors: {why}; the file is damaged") from error
+        raise BadSession(f"{where} holds no tensors: {why}; {DAMAGED}") from error
     if len(found) > MAX_TENSORS:
         raise BadSession(f"{where} holds {len(found)} tensors, {MAX_TENSORS} at most")
     return found
@@ -87,7 +84,7 @@ def check_places(found: Sequence[Blob], start: int, end: int) -> None:
         if blob.offset < start or blob.n_bytes > min(end - blob.offset, MAX_BLOB_BYTES):
             raise BadSession(
                 f"a blob at {blob.offset} of {blob.n_bytes} bytes is named twice, or overlaps "
-                f"another one or the end at {end}; the file is damaged"
+                f"another one or the end at {end}; {DAMAGED}"
             )
         start = blob.offset + blob.n_bytes
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from kvrt.errors import BadSession, SaveError, reason
+from kvrt.errors import DAMAGED, BadSession, SaveError, reason
 from kvrt.files import atomic, regular
 from kvrt.session import codec, expected
 from kvrt.session import manifest as manifests
@@ -72,8 +72,10 @@ def save(
             _write_blobs(fd, placed)
             atomic.write_at(fd, data, first.offset)
             atomic.write_at(fd, frame.page(first), 0)
+            _check_readable(fd, first, drafts)
 
-        atomic.replace(path, write)
+        with codec.refused_as_unreadable(path):
+            atomic.replace(path, write)
         return Saved(n_bytes=first.end, n_written=first.end)
 
 
@@ -134,20 +136,59 @@ def read(path: Path, known: OpenedSession | None = None) -> Snapshot:
         return codec.from_tensors(found, [*arrays, known.meta], checked)
 
 
+def read_parts(path: Path) -> tuple[Manifest, list[Tensors | BadSession]]:
+    """The manifest of a damaged session, and each blob, or what is wrong with it.
+
+    Raises:
+      BadSession: no manifest is proven by its sha256.
+    """
+    with _naming(path) as fd:
+        found = _proven_manifest(fd)
+        return found, [
+            _tensors_or_error(fd, blob, name)
+            for blob, name in zip(found.blobs, codec.blob_names(found), strict=True)
+        ]
+
+
+def _proven_manifest(fd: int) -> Manifest:
+    """The newest manifest that a slot names, whole or not, and whose sha256 is right."""
+    n_file = os.fstat(fd).st_size
+    for first in frame.claimed_frames(atomic.read_at(fd, PAGE, 0)):
+        if first.n_bytes <= manifests.MAX_BYTES and first.offset + first.n_bytes <= n_file:
+            data = atomic.read_at(fd, first.n_bytes, first.offset)
+            if hashlib.sha256(data).digest() == first.sha256:
+                return _checked_manifest(data, first.offset)
+    raise BadSession("no manifest has the sha256 that the first page names")
+
+
+def _tensors_or_error(fd: int, blob: Blob, name: str) -> Tensors | BadSession:
+    try:
+        return blobs.read_blob(fd, blob, name)
+    except BadSession as error:
+        return error
+
+
 @contextlib.contextmanager
 def _opened(
     path: Path, *, is_use: bool = True, known: OpenedSession | None = None
 ) -> Iterator[tuple[int, Frame, Manifest]]:
     """An open session; errors name it."""
+    with _naming(path) as fd:
+        if not is_use:
+            stored.keep_atime(fd)
+        yield fd, *_parsed(fd, known)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[int]:
+    """An open file; errors name it."""
     try:
         fd = regular.open_fd(path)
     except OSError as error:
         why = reason(error)
         raise BadSession(f"{path}: cannot be read: {why}; give a session file") from error
     try:
-        if not is_use:
-            stored.keep_atime(fd)
-        yield fd, *_parsed(fd, known)
+        yield fd
     except BadSession as error:
         raise BadSession(f"{path}: {error}") from error
     except OSError as error:
@@ -160,21 +201,43 @@ def _parsed(fd: int, known: OpenedSession | None = None) -> tuple[Frame, Manifes
     first = frame.newest_frame(*_first_page(fd))
     if known is not None and known.sha256 == first.sha256:
         return first, known.manifest
+    return first, _manifest(fd, first)
+
+
+def _manifest(fd: int, first: Frame) -> Manifest:
+    """The manifest that a frame names, checked."""
     if first.n_bytes > manifests.MAX_BYTES:
         raise BadSession(
-            f"the manifest has {first.n_bytes} bytes, the limit is {manifests.MAX_BYTES}; "
-            "the file is damaged"
+            f"the manifest has {first.n_bytes} bytes, the limit is {manifests.MAX_BYTES}; {DAMAGED}"
         )
     data = atomic.read_at(fd, first.n_bytes, first.offset)
     if hashlib.sha256(data).digest() != first.sha256:
         raise BadSession(
             f"the manifest, bytes {first.offset} to {first.end}, has another sha256 than it was "
-            "written with; the file is damaged, save the session again"
+            f"written with; {DAMAGED}"
         )
+    return _checked_manifest(data, first.end)
+
+
+def _checked_manifest(data: bytes, end: int) -> Manifest:
+    """A manifest that contradicts neither itself nor the size of its file."""
     found = manifests.from_json(data)
-    blobs.check_places(found.blobs, PAGE, first.end)
+    blobs.check_places(found.blobs, PAGE, end)
     expected.check_manifest(found)
-    return first, found
+    return found
+
+
+def _check_readable(fd: int, new: Frame, drafts: Sequence[Tensors]) -> None:
+    """Reads back what was written, by the rules of a reader, before it takes effect.
+
+    Keys, values and states are checked in memory; only manifest and cells are read.
+
+    Raises:
+      BadSession: a reader would refuse it.
+    """
+    found = _manifest(fd, new)
+    meta = blobs.read_blob(fd, found.meta, "the cells")
+    codec.from_tensors(found, [*drafts[:-1], meta])
 
 
 def _first_page(fd: int) -> tuple[bytes, int]:
@@ -218,7 +281,8 @@ def _lengthen(path: Path, snapshot: Snapshot, drafts: Sequence[Tensors]) -> Save
             blobs.holds(fd, b) for b in kept
         ):
             return None
-        return _append(fd, first, snapshot, placed)
+        with codec.refused_as_unreadable(path):
+            return _append(fd, first, snapshot, placed, drafts)
     finally:
         os.close(fd)
 
@@ -233,7 +297,13 @@ def _check_replaced(path: Path) -> None:
         os.close(fd)
 
 
-def _append(fd: int, old: Frame, snapshot: Snapshot, placed: Sequence[_Placed]) -> Saved:
+def _append(
+    fd: int,
+    old: Frame,
+    snapshot: Snapshot,
+    placed: Sequence[_Placed],
+    drafts: Sequence[Tensors],
+) -> Saved:
     """The steps that `frame` describes, each on the disk before the next."""
     data = codec.manifest(snapshot, [p.blob for p in placed])
     at_work = dataclasses.replace(old, limit=frame.NO_LIMIT)
@@ -244,6 +314,12 @@ def _append(fd: int, old: Frame, snapshot: Snapshot, placed: Sequence[_Placed]) 
     atomic.write_at(fd, data, new.offset)
     os.ftruncate(fd, new.end)
     os.fsync(fd)
+    try:
+        _check_readable(fd, new, drafts)
+    except BadSession:
+        os.ftruncate(fd, old.end)
+        atomic.write_at(fd, frame.slot(old), frame.SLOTS[1])
+        raise
     for at in frame.SLOTS:
         atomic.write_at(fd, frame.slot(new), at)
         os.fsync(fd)

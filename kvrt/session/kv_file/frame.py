@@ -15,13 +15,13 @@ import struct
 
 import xxhash
 
-from kvrt.errors import BadSession
+from kvrt.errors import DAMAGED, BadSession
+from kvrt.files.kinds import SESSION
 
 PAGE = 4096
-SLOTS = (0, 512)
 VERSION = 1
 NO_LIMIT = 2**63 - 1  # of a writer at work, which knows its end last
-_MAGIC = b"kvrt-kv\n"
+(_MAGIC,), SLOTS = SESSION.begins, SESSION.offsets
 _FORM = struct.Struct("<8sIIQQQQQ32s")
 _SLOT_BYTES = _FORM.size + 16
 
@@ -110,22 +110,33 @@ def newest_frame(page: bytes, n_file: int) -> Frame:
     limit = max(f.limit for f in found)
     if n_file < frame.end:
         raise BadSession(
-            f"the file has {n_file} bytes, its first page says {frame.end}; it is truncated"
+            f"the file has {n_file} bytes, its first page says {frame.end}: it is truncated; "
+            f"{DAMAGED}"
         )
     if n_file > max(limit, frame.end):
         raise BadSession(
             f"the file has {n_file - frame.end} bytes behind its end at {frame.end}; something was "
-            "added to it, cut it there"
+            "added to it, and {DAMAGED}"
         )
     if not PAGE <= frame.offset <= frame.offset + frame.n_bytes <= frame.end:
-        raise BadSession(f"the manifest at {frame.offset} lies outside the file; it is damaged")
+        raise BadSession(f"the manifest at {frame.offset} lies outside the file; {DAMAGED}")
     return frame
 
 
-def _frame(data: bytes) -> Frame | None:
+def claimed_frames(page: bytes) -> list[Frame]:
+    """What the slots of a page say, newest first, whether they are whole or not.
+
+    Only a manifest with its sha256 proves one.
+    """
+    slots = [page[at : at + _SLOT_BYTES].ljust(_SLOT_BYTES, b"\0") for at in SLOTS]
+    found = [f for f in (_frame(x, is_checked=False) for x in slots) if f is not None]
+    return sorted(found, key=lambda f: -f.generation)
+
+
+def _frame(data: bytes, *, is_checked: bool = True) -> Frame | None:
     """The frame in a slot; None if it is not whole, or of another version."""
     head, check = data[: _FORM.size], data[_FORM.size :]
-    if xxhash.xxh3_128_digest(head) != check:
+    if is_checked and xxhash.xxh3_128_digest(head) != check:
         return None
     magic, version, _, generation, offset, n_bytes, end, limit, sha256 = _FORM.unpack(head)
     if magic != _MAGIC or version != VERSION:
@@ -141,4 +152,4 @@ def _why(slots: list[bytes]) -> str:
         if xxhash.xxh3_128_digest(data[: _FORM.size]) == data[_FORM.size :]:
             version = _FORM.unpack(data[: _FORM.size])[1]
             return f"the session has format version {version}, {VERSION} is known; update kvrt"
-    return "both slots of the first page are damaged, their digests differ; save the session again"
+    return f"both slots of the first page have other digests than they were written with; {DAMAGED}"

@@ -1,6 +1,7 @@
 """What the index of a folder says of sessions, and which of them a budget has no room for."""
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -62,10 +63,14 @@ class Synced:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scan:
-    """The entries whose files are as they were added, newest use first; names of other files."""
+    """The entries whose files are as they were added, newest use first; names of other files.
+
+    Of n_stale entries the file is gone or has changed.
+    """
 
     entries: tuple[Entry, ...]
     others: tuple[str, ...]
+    n_stale: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,7 +98,7 @@ def due(entries: Sequence[Entry], max_bytes: int) -> tuple[Entry, ...]:
     return tuple(reversed(entries[len(entries) - gone :]))
 
 
-def is_as_added(entry: Entry) -> bool:
-    """Whether the file of an entry is still as the entry describes it."""
-    found = stored.status(entry.path)
+def is_as_added(entry: Entry, found: os.stat_result | None = None) -> bool:
+    """Whether the file of an entry, whose status is `found`, is as the entry describes it."""
+    found = found or stored.status(entry.path)
     return found is not None and (found.st_size, found.st_mtime_ns) == (entry.size, entry.mtime_ns)

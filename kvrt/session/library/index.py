@@ -1,7 +1,8 @@
 """The index file of a folder of sessions: an SQLite database that is checked before it is used.
 
-Two locks: SQLite's own on the file for every transaction, and one on the folder, shared by all
-transactions, so that a damaged index is replaced while nobody has it open.
+Two locks: SQLite's own on the file for every transaction, and one on the folder. Readers share that
+of the folder; a writer has it alone, so that writers take turns where SQLite's would overtake each
+other, and a damaged index is replaced while no process has it open.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from kvrt.files import atomic, locks
 NAME = "index.sqlite3"
 # 1 had digests of fingerprints that left out defaults.
 VERSION, OLDER = 2, (1,)
-WAIT_S = 10.0  # for another process, then an error
+WAIT_S = 30.0  # for other processes, then an error
 _JOURNAL = "-journal"
 _COMPANIONS = tuple(f"{NAME}{end}" for end in (_JOURNAL, "-wal", "-shm"))
 _KIND = 0x6B767274  # "kvrt", SQLite's field for what an application's file is
@@ -76,7 +77,7 @@ def reading(folder: Path) -> Iterator[sqlite3.Connection]:
       BadSession: it is damaged, of another version or not of kvrt.
       KvrtError: it cannot be opened, or others have it for too long.
     """
-    with _transaction(folder, "BEGIN") as db:
+    with _transaction(folder) as db:
         _check_tables(folder, db)
         yield db
 
@@ -94,7 +95,7 @@ def writing(folder: Path, *, make: bool = False) -> Iterator[sqlite3.Connection]
       BadSession: as in `reading`.
       KvrtError: as in `reading`, or it cannot be written.
     """
-    with _transaction(folder, "BEGIN IMMEDIATE", make=make) as db:
+    with _transaction(folder, writes=True, make=make) as db:
         _check_tables(folder, db)
         yield db
 
@@ -190,11 +191,13 @@ def _is_there(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _transaction(folder: Path, begin: str, *, make: bool = False) -> Iterator[sqlite3.Connection]:
-    with _locked(folder, shared=True), _explained(folder):
+def _transaction(
+    folder: Path, *, writes: bool = False, make: bool = False
+) -> Iterator[sqlite3.Connection]:
+    with _locked(folder, shared=not writes), _explained(folder):
         is_new = not _is_there(folder) or not (folder / NAME).stat().st_size
         with contextlib.closing(_open(folder, is_new=is_new, make=make)) as db:
-            db.execute(begin)
+            db.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
             # Another process may have been quicker.
             if is_new and not db.execute("SELECT 1 FROM sqlite_master").fetchone():
                 _create(db)

@@ -9,17 +9,18 @@ import contextlib
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvrt.errors import KvrtError, UsageError
+from kvrt.files import atomic
 from kvrt.reuse.diff import common_prefix
 from kvrt.reuse.tree import RadixTree
 from kvrt.session.library import index, stored
-from kvrt.session.library.content import content_of
+from kvrt.session.library.content import content_of, read_files
 from kvrt.session.library.entries import (
     Content,
     Entry,
@@ -28,7 +29,6 @@ from kvrt.session.library.entries import (
     Scan,
     Synced,
     Tokens,
-    due,
     is_as_added,
 )
 from kvrt.session.library.records import (
@@ -122,17 +122,30 @@ class Library:
                         return match
         return None
 
-    def touch(self, path: Path) -> None:
-        """Notes that a session was used.
+    def take_in(self, entries: Sequence[Entry], contents: Mapping[str, Content]) -> None:
+        """Adds sessions that the index does not know, and drops what `sync` drops.
 
-        Raises:
-          UsageError: the index does not know it.
+        What another process has added or written since the files were looked at stays as it is.
+
+        Args:
+          entries: newest use first.
+          contents: of those that may be unknown, by name.
         """
+        with self._writing(make=bool(contents)) as db:
+            self._drop_stale(db)
+            known = {e.path.name for e in self._entries(db)}
+            # Oldest first: of equal times of use the index counts the one added later as newer.
+            for entry in reversed(entries):
+                name, now = entry.path.name, stored.status(entry.path)
+                if name in contents and name not in known and now and is_as_added(entry, now):
+                    insert(db, name, contents[name], now, not_taken(db, entry.used_ns))
+
+    def touch(self, path: Path) -> bool:
+        """Notes that a session was used; False if the index does not know it."""
         name = self._name(path)
         with self._writing() as db:
             change = "UPDATE sessions SET used_ns = ? WHERE name = ?"
-            if not db.execute(change, (self._now(db), name)).rowcount:
-                raise UsageError(f"{name} is not in the index of {self.folder}; add it first")
+            return bool(db.execute(change, (self._now(db), name)).rowcount)
 
     def entries(self) -> tuple[Entry, ...]:
         """All sessions, newest use first."""
@@ -161,8 +174,10 @@ class Library:
         """What the index says of files that are as they were added; nothing is written."""
         with self._reading() as db:
             index.check_pages(self.folder, db)
-            entries = tuple(e for e in self._entries(db) if is_as_added(e))
-        return Scan(entries=entries, others=self._others(entries))
+            known = self._entries(db)
+        entries = tuple(e for e in known if is_as_added(e))
+        n_stale = len(known) - len(entries)
+        return Scan(entries=entries, others=self._others(entries), n_stale=n_stale)
 
     def sync(self) -> Synced:
         """Drops what the index says of files that are gone or have changed; no file is touched.
@@ -180,16 +195,17 @@ class Library:
         return tuple(sorted(name for name in stored.names(self.folder) if name not in known))
 
     def prune(self, max_bytes: int) -> tuple[Entry, ...]:
-        """Deletes the files used least recently until the others count for max_bytes at most.
+        """Deletes the sessions used least recently until the others count for max_bytes at most.
 
-        Files that are not indexed, or have changed since, are neither counted nor deleted.
+        Those that are not indexed are neither counted nor deleted. Each is looked at again under
+        its own lock: one that is being saved, or was saved meanwhile, stays, and is counted.
 
         Returns:
           What was deleted, in this order.
 
         Raises:
           UsageError: max_bytes is negative.
-          KvrtError: a file cannot be deleted; the message names those before it, which are gone.
+          KvrtError: one cannot be deleted; the message names those before it, which are gone.
         """
         if max_bytes < 0:
             raise UsageError(f"a budget of {max_bytes} bytes; it must be at least 0")
@@ -198,29 +214,36 @@ class Library:
         with self._writing() as db:
             index.check_pages(self.folder, db)
             self._drop_stale(db)
-            for entry in due(self._entries(db), max_bytes):
-                _delete(entry.path, removed)
-                forget(db, entry.path.name)
-                removed.append(entry)
+            entries = self._entries(db)
+            n_bytes = sum(e.n_bytes for e in entries)
+            for entry in reversed(entries):
+                if n_bytes > max_bytes and _delete(entry, removed):
+                    forget(db, entry.path.name)
+                    removed.append(entry)
+                    n_bytes -= entry.n_bytes
         return tuple(removed)
 
     def rebuild(self, read_tokens: Callable[[Path], Content] = content_of) -> Rebuilt:
-        """Writes a new index of all files of the folder in place of the one there is.
+        """Writes a new index of all sessions of the folder in place of the one there is.
 
-        The order of last use becomes that of the files' last reads and changes. Others wait
-        meanwhile. Where there is neither a session nor an index, none is made.
+        The order of last use becomes that of the files' last reads and changes. The sessions are
+        read before other processes have to wait; one that was saved meanwhile is read again. Where
+        there is neither a session nor an index, none is made.
 
         Args:
           read_tokens: reads a session file; one that it refuses is left out.
         """
-        paths = [self.folder / name for name in stored.names(self.folder)]
-        found = [(stored.last_use_ns(s), p.name, s) for p in paths if (s := stored.status(p))]
+        before = read_files(self.folder, read_tokens, {})
         added, refused = [], {}
         with index.replacing(self.folder) as db:
-            for used_ns, name, status in sorted(found, key=lambda x: x[:2]):
+            now = read_files(self.folder, read_tokens, before)
+            for name in sorted(now, key=lambda x: (stored.last_use_ns(now[x].status), x)):
+                status, content = now[name]
                 try:
-                    content = read_tokens(self.folder / name)
-                    insert(db, name, content, status, not_taken(db, used_ns))
+                    if isinstance(content, Exception):
+                        raise content
+                    used_ns = not_taken(db, stored.last_use_ns(status))
+                    insert(db, name, content, status, used_ns)
                 except (KvrtError, OSError) as e:
                     refused[name] = str(e)
                 else:
@@ -341,11 +364,13 @@ class Library:
         return max(time.time_ns(), 0 if last is None else last + 1)
 
 
-def _delete(path: Path, before: Sequence[Entry]) -> None:
+def _delete(entry: Entry, before: Sequence[Entry]) -> bool:
+    """Deletes a session that is still as its entry says; False where it is not."""
     try:
-        path.unlink()
+        return atomic.remove(entry.path, lambda: is_as_added(entry))
     except OSError as e:
         gone = f"; deleted before it: {', '.join(x.path.name for x in before)}" if before else ""
         raise KvrtError(
-            f"{path} cannot be deleted: {e.strerror}; delete it by hand or raise the budget{gone}"
+            f"{entry.path} cannot be deleted: {e.strerror}; delete it by hand or raise the "
+            f"budget{gone}"
         ) from e

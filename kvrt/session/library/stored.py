@@ -8,19 +8,39 @@ from pathlib import Path
 
 from kvrt.session.library import index
 
+# Of a session in a folder: it names what the folder holds, and each save replaces it.
+FOLDER_INDEX = "session.json"
+
 
 def names(folder: Path) -> list[str]:
-    """Names of what can be sessions: plain files, not hidden, not the index."""
+    """Names that can be sessions: plain files and folder sessions, not hidden, not the index."""
     return [e.name for e in os.scandir(folder) if index.is_name(e.name) and status(Path(e.path))]
 
 
 def status(path: Path) -> os.stat_result | None:
-    """Of a plain file; None for all else, links too."""
+    """Of a plain file, or of the file that a save of a folder session replaces; None for others.
+
+    Links are others.
+    """
     try:
         found = path.lstat()
-    except FileNotFoundError:
+        if stat.S_ISDIR(found.st_mode):
+            found = (path / FOLDER_INDEX).lstat()
+    except (FileNotFoundError, PermissionError):
         return None
     return found if stat.S_ISREG(found.st_mode) else None
+
+
+def is_same(a: os.stat_result, b: os.stat_result) -> bool:
+    """Whether two statuses are of the same save."""
+    return (a.st_size, a.st_mtime_ns, a.st_ino) == (b.st_size, b.st_mtime_ns, b.st_ino)
+
+
+def bytes_on_disk(path: Path) -> int:
+    """Bytes of a session; of a folder session those of all its files."""
+    if path.is_dir():
+        return sum(x.stat().st_size for x in path.rglob("*") if x.is_file())
+    return path.stat().st_size
 
 
 def last_use_ns(found: os.stat_result) -> int:

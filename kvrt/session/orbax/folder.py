@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvrt.arrays import AnyArray, DeviceArray
-from kvrt.errors import BadSession, SaveError, reason
+from kvrt.errors import DAMAGED, BadSession, SaveError, reason
 from kvrt.files import atomic, regular
 from kvrt.session import codec, expected
 from kvrt.session import manifest as manifests
@@ -31,10 +31,11 @@ from kvrt.session.divided.blocks import DividedBlocks, divided_groups
 from kvrt.session.kv_file import blobs
 from kvrt.session.kv_file.blobs import Tensors
 from kvrt.session.kv_file.file import Before, Saved
+from kvrt.session.library import stored
+from kvrt.session.library.stored import FOLDER_INDEX
 from kvrt.session.manifest import Blob, Manifest
 from kvrt.session.opened import OpenedSession, opened_session
-from kvrt.session.orbax import parts, write
-from kvrt.session.orbax.read import Region, read_checkpoint, whole_array
+from kvrt.session.orbax import parts, rows, write
 from kvrt.session.orbax.team import Team
 from kvrt.session.snapshot import KVBlock, Snapshot
 from kvrt.store.quantized import AnyKVArray, each
@@ -42,7 +43,6 @@ from kvrt.store.quantized import AnyKVArray, each
 if TYPE_CHECKING:
     import jax
 
-INDEX = "session.json"
 _MAGIC = b"kvrt-kvd 1 "
 _N_HEAD = len(_MAGIC) + 6 + 1 + 64 + 1  # generation, space, sha256, newline
 _MAX_GENERATION = 999_999  # which six digits can say
@@ -77,6 +77,8 @@ def save(path: Path, snapshot: Snapshot, *, before: Before | None = None) -> Sav
             sums = _write(_rows(path, generation), drafts, groups, team) + sums
             found = [Blob(offset=0, n_bytes=n, digest=d) for n, d in sums]
             data = codec.manifest(snapshot, found, [x.division for x in groups])
+            with codec.refused_as_unreadable(path):
+                _check_readable(_rows(path, generation), data)
             _replace_index(path, generation, data)
             if made:
                 atomic.sync_folder(path.parent)
@@ -91,9 +93,9 @@ def save(path: Path, snapshot: Snapshot, *, before: Before | None = None) -> Sav
 def _follow(path: Path, groups: Sequence[DividedBlocks], team: Team) -> Saved:
     """Takes part in the save that the first process leads."""
     with atomic.told_of(path):
-        rows = Path(team.hear()["rows"])
+        there = Path(team.hear()["rows"])
         try:
-            team.together(lambda: parts.write_own(rows, groups, team.index))
+            team.together(lambda: parts.write_own(there, groups, team.index))
         except BaseException:
             with contextlib.suppress(SaveError):
                 team.hear()
@@ -103,7 +105,7 @@ def _follow(path: Path, groups: Sequence[DividedBlocks], team: Team) -> Saved:
 
 
 def _saved(path: Path) -> Saved:
-    n = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+    n = stored.bytes_on_disk(path)
     return Saved(n_bytes=n, n_written=n)
 
 
@@ -112,23 +114,26 @@ def read_manifest(path: Path) -> Manifest:
     return _index(path)[2]
 
 
-def read_cells(path: Path) -> tuple[Manifest, Tensors]:
-    """A session's manifest, and its cells, tokens and logits; raises BadSession."""
-    _, found, meta = _read_cells(path)
+def read_cells(path: Path, *, is_use: bool = True) -> tuple[Manifest, Tensors]:
+    """A session's manifest, and its cells, tokens and logits; raises BadSession.
+
+    With is_use=False the time of access of its index stays, where the system can.
+    """
+    _, found, meta = _read_cells(path, is_use)
     return found, meta
 
 
-def open_session(path: Path) -> OpenedSession:
+def open_session(path: Path, *, is_use: bool = True) -> OpenedSession:
     """All of a session but its cached keys and values, checked; raises BadSession."""
-    sha256, found, meta = _read_cells(path)
+    sha256, found, meta = _read_cells(path, is_use)
     return opened_session(path, found, sha256, meta)
 
 
-def _read_cells(path: Path) -> tuple[bytes, Manifest, Tensors]:
-    generation, sha256, found = _index(path)
+def _read_cells(path: Path, is_use: bool) -> tuple[bytes, Manifest, Tensors]:
+    generation, sha256, found = _index(path, is_use=is_use)
     name = codec.blob_names(found)[-1]
     try:
-        part = _read_part(_rows(path, generation), len(found.blobs) - 1, found.meta, name)
+        part = rows.read_part(_rows(path, generation), len(found.blobs) - 1, found.meta, name)
     except BadSession as error:
         raise BadSession(f"{path}: {error}") from error
     return sha256, found, part
@@ -160,11 +165,21 @@ def read(
                 raise BadSession(f"{path}: {error}") from error
 
 
-def _read(rows: Path, found: Manifest, known: OpenedSession | None) -> Snapshot:
-    tensors = _read_rows(rows, found)
+def read_parts(path: Path) -> tuple[Manifest, list[Tensors | BadSession]]:
+    """The manifest of a damaged session, and each blob, or what is wrong with it.
+
+    Raises:
+      BadSession: the manifest is damaged.
+    """
+    generation, _, found = _index(path)
+    return found, rows.read_sound(_rows(path, generation), found)
+
+
+def _read(at: Path, found: Manifest, known: OpenedSession | None) -> Snapshot:
+    tensors = rows.read_rows(at, found)
     names = codec.blob_names(found)
     for i in range(len(tensors), len(names) - (known is not None)):
-        tensors.append(_read_part(rows, i, found.blobs[i], names[i]))
+        tensors.append(rows.read_part(at, i, found.blobs[i], names[i]))
     if known is None:
         return codec.from_tensors(found, tensors)
     return codec.from_tensors(found, [*tensors, known.meta], (known.groups, known.history))
@@ -184,13 +199,13 @@ def _begin(path: Path) -> tuple[int, bool]:
         path.mkdir(mode=0o700)
     elif not path.is_dir():
         raise SaveError(f"{path}: is a file; give another name for a session in a folder")
-    atomic.sweep(path / INDEX)
-    if not (path / INDEX).exists():
+    atomic.sweep(path / FOLDER_INDEX)
+    if not (path / FOLDER_INDEX).exists():
         if any(path.iterdir()):
             raise _no_session(path)
         _replace_index(path, 0, b"")
         return 1, True
-    with open(path / INDEX, "rb") as file:
+    with open(path / FOLDER_INDEX, "rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
             raise _no_session(path)
     try:
@@ -215,7 +230,7 @@ def _take_back(path: Path, generation: int, made: bool) -> None:
     shutil.rmtree(_rows(path, generation), ignore_errors=True)
     if made:
         with contextlib.suppress(OSError):
-            (path / INDEX).unlink()
+            (path / FOLDER_INDEX).unlink()
             path.rmdir()  # where nothing else is in it
 
 
@@ -227,7 +242,7 @@ def _rows_of_others(path: Path, generation: int | None) -> list[Path]:
 
 def _replace_index(path: Path, generation: int, data: bytes) -> None:
     head = _MAGIC + b"%06d %s\n" % (generation, hashlib.sha256(data).hexdigest().encode())
-    atomic.replace(path / INDEX, lambda fd: atomic.write_at(fd, head + data, 0))
+    atomic.replace(path / FOLDER_INDEX, lambda fd: atomic.write_at(fd, head + data, 0))
 
 
 def _no_session(path: Path) -> SaveError:
@@ -238,37 +253,53 @@ def _rows(path: Path, generation: int) -> Path:
     return path / f"rows-{generation:06d}"
 
 
-def _index(path: Path, known: OpenedSession | None = None) -> tuple[int, bytes, Manifest]:
+def _index(
+    path: Path, known: OpenedSession | None = None, *, is_use: bool = True
+) -> tuple[int, bytes, Manifest]:
     """The number of a session's checkpoint, the manifest's sha256, and the manifest."""
-    generation, body = _head(path)
+    generation, body = _head(path, is_use)
     if not generation:
-        raise BadSession(f"{path}: its first save was not finished; save it again")
+        raise BadSession(f"{path}: its first save was not finished; {DAMAGED}")
     sha256 = hashlib.sha256(body).digest()
     if known is not None and known.sha256 == sha256:
         return generation, sha256, known.manifest
     try:
-        found = manifests.from_json(body)
-        expected.check_manifest(found)
+        return generation, sha256, _manifest(body)
     except BadSession as error:
         raise BadSession(f"{path}: {error}") from error
-    return generation, sha256, found
 
 
-def _head(path: Path) -> tuple[int, bytes]:
+def _manifest(body: bytes) -> Manifest:
+    """The manifest in such bytes, checked."""
+    found = manifests.from_json(body)
+    expected.check_manifest(found)
+    return found
+
+
+def _check_readable(written: Path, body: bytes) -> None:
+    """Reads back manifest and cells by the rules of a reader, before the index names them."""
+    found = _manifest(body)
+    name = codec.blob_names(found)[-1]
+    codec.cells(found, rows.read_part(written, len(found.blobs) - 1, found.meta, name))
+
+
+def _head(path: Path, is_use: bool = True) -> tuple[int, bytes]:
     """That number, 0 before the first session is there, and the manifest in bytes."""
     try:
-        with regular.open_file(path / INDEX) as file:
+        with regular.open_file(path / FOLDER_INDEX) as file:
+            if not is_use:
+                stored.keep_atime(file.fileno())
             data = file.read(manifests.MAX_BYTES + _N_HEAD)
     except OSError as error:
         why = reason(error)
-        raise BadSession(f"{path}: {INDEX} cannot be read: {why}; give a session") from error
+        raise BadSession(f"{path}: {FOLDER_INDEX} cannot be read: {why}; give a session") from error
     head, body = data[:_N_HEAD], data[_N_HEAD:]
     generation, _, digest = head.removeprefix(_MAGIC).strip().partition(b" ")
     whole = head.startswith(_MAGIC) and generation.isdigit() and head.endswith(b"\n")
     if not whole or hashlib.sha256(body).hexdigest().encode() != digest:
         raise BadSession(
-            f"{path}: {INDEX} has another sha256 than it was written with, or another format; "
-            "the session is damaged, save it again"
+            f"{path}: {FOLDER_INDEX} has another sha256 than it was written with, or another "
+            f"format; {DAMAGED}"
         )
     return int(generation), body
 
@@ -306,9 +337,9 @@ def _write(
                 write.write_checkpoint(new, tree)
         new.mkdir(exist_ok=True)
         if groups:
-            rows = new.absolute()
-            team.say({"rows": str(rows)})
-            said = team.together(lambda: parts.write_own(rows, groups, team.index))
+            here = new.absolute()
+            team.say({"rows": str(here)})
+            said = team.together(lambda: parts.write_own(here, groups, team.index))
             sums = parts.sums_in_order(said, groups)
         for i, tensors in enumerate(drafts[n_rows:], len(sums) + n_rows):
             atomic.replace(new / f"part-{i}", lambda fd, t=tensors: blobs.write_blob(fd, t, 0))
@@ -321,47 +352,6 @@ def _write(
         shutil.rmtree(private, ignore_errors=True)
         raise
     return sums
-
-
-def _read_rows(path: Path, found: Manifest) -> list[Tensors]:
-    """Blocks of keys and values, or pieces, each with the digest that the manifest says."""
-    held: list[dict[str, Region]] = []
-    for g, group in enumerate(found.groups):
-        if group.division is not None:
-            held += parts.regions(found, g)
-            continue
-        for i in range(len(group.blocks)):
-            specs, n = expected.row_block(found, g, i), len(held)
-            held.append({x: whole_array(f"{n}.{x}", spec) for x, spec in specs.items()})
-    wanted = [x for of in held for x in of.values()]
-    left = iter(read_checkpoint(path, wanted) if wanted else ())
-    # A digest goes by the order in which they were written.
-    tensors: list[Tensors] = [{x: next(left) for x in of} for of in held]
-    for blob, name, x in zip(found.blobs, codec.blob_names(found), tensors, strict=False):
-        if blobs.blob_digest(x) != (blob.n_bytes, blob.digest):
-            raise BadSession(
-                f"{name} has another xxh3-128 than it was written with; the session is damaged, "
-                "save it again"
-            )
-    return tensors
-
-
-def _read_part(path: Path, i: int, blob: Blob, name: str) -> Tensors:
-    try:
-        fd = regular.open_fd(path / f"part-{i}")
-    except OSError as error:
-        why = reason(error)
-        raise BadSession(f"{name} cannot be read: {why}; the session is damaged") from error
-    try:
-        n_file = os.fstat(fd).st_size
-        if n_file != blob.n_bytes:
-            raise BadSession(
-                f"{name} has {n_file} bytes, the manifest says {blob.n_bytes}; the session is "
-                "damaged"
-            )
-        return blobs.read_blob(fd, blob, name)
-    finally:
-        os.close(fd)
 
 
 def _placed(snapshot: Snapshot, sharding: Sharding) -> Snapshot:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvrt.errors import BadSession, reason
+from kvrt.errors import DAMAGED, BadSession, reason
 from kvrt.session.expected import ArraySpec
 
 # Arrays of real models are pressed by a tenth; what takes far less room on the disk than in memory
@@ -71,12 +71,8 @@ def read_checkpoint(path: Path, wanted: Sequence[Region]) -> list[np.ndarray]:
       BadSession: an array is missing, has other metadata or cannot be read, or a file of the folder
         is no plain file; this process is never in danger.
     """
-    n_bytes, n_files = sum(x.spec.n_bytes for x in wanted), _file_bytes(path)
-    if n_bytes > max(_SMALL_BYTES, _MOST_TIMES * n_files):
-        raise BadSession(
-            f"arrays of {n_bytes:,} bytes are wanted from {n_files:,} bytes of files, "
-            f"{_MOST_TIMES} times as many at most; the session is damaged"
-        )
+    n_bytes = sum(x.spec.n_bytes for x in wanted)
+    check_size(path, n_bytes)
     arrays = [x.said() for x in wanted]
     request = json.dumps({"path": str(path.absolute()), "arrays": arrays})
     # -P keeps this folder's modules from hiding the library's.
@@ -97,6 +93,20 @@ def read_checkpoint(path: Path, wanted: Sequence[Region]) -> list[np.ndarray]:
             said.seek(0)
             raise _refused(child.returncode, said.read(1 << 12))
         return found
+
+
+def check_size(path: Path, n_bytes: int) -> None:
+    """Refuses more bytes than the files of a folder can hold, before memory is taken for them.
+
+    Raises:
+      BadSession: they are too many, or a file is no plain file.
+    """
+    n_files = _file_bytes(path)
+    if n_bytes > max(_SMALL_BYTES, _MOST_TIMES * n_files):
+        raise BadSession(
+            f"arrays of {n_bytes:,} bytes are wanted from {n_files:,} bytes of files, "
+            f"{_MOST_TIMES} times as many at most; {DAMAGED}"
+        )
 
 
 def _exchange(
@@ -145,12 +155,10 @@ def _file_bytes(path: Path) -> int:
                     elif entry.is_file(follow_symlinks=False):
                         total += entry.stat(follow_symlinks=False).st_size
                     else:
-                        raise BadSession(f"{entry.name} is no plain file; the session is damaged")
+                        raise BadSession(f"{entry.name} is no plain file; {DAMAGED}")
     except OSError as error:
         why = reason(error)
-        raise BadSession(
-            f"keys and values cannot be read: {why}; the session is damaged"
-        ) from error
+        raise BadSession(f"keys and values cannot be read: {why}; {DAMAGED}") from error
     return total
 
 
@@ -164,4 +172,4 @@ def _refused(code: int, said: bytes) -> BadSession:
 
 
 def _unreadable(why: str) -> BadSession:
-    return BadSession(f"keys and values cannot be read: {why}; the session is damaged")
+    return BadSession(f"keys and values cannot be read: {why}; {DAMAGED}")

@@ -15,7 +15,13 @@ from jax import lax
 from kvrt.arrays import AnyArray, Array, Bool, Float16, Int32, state
 from kvrt.store.codec import KVArray, Quantized
 from kvrt.store.kv import KVStore, put_part, take_part
-from kvrt.store.per_channel import KeyArray, PerChannel, tail_places, without_places
+from kvrt.store.per_channel import (
+    KeyArray,
+    PerChannel,
+    tail_places,
+    without_places,
+    written_last,
+)
 
 
 def keep_held(cached: PerChannel, held: Bool[AnyArray, " N"]) -> PerChannel:
@@ -121,12 +127,11 @@ def _put_tail(cached: PerChannel, groups: Array, new: BlockKeys, is_here: Array)
         # Beyond the last place nothing is written.
         wanted = is_here & (jnp.asarray(new.held)[i] > 0)
         to = jnp.where(wanted, jnp.argmin(cached.written), cached.group.shape[0])
-        newest = jnp.max(cached.written) + 1
         return dataclasses.replace(
             cached,
             tail=jnp.asarray(cached.tail).at[to].set(jnp.asarray(new.tail)[i], mode="drop"),
             group=jnp.asarray(cached.group).at[to].set(groups[i], mode="drop"),
-            written=jnp.asarray(cached.written).at[to].set(newest, mode="drop"),
+            written=written_last(cached, to),
         )
 
     return lax.fori_loop(0, groups.shape[0], one, cached)

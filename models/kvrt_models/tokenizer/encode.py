@@ -16,7 +16,7 @@ from kvrt.errors import BadModelFile, BadToken, UnsupportedModel, UsageError
 from kvrt_models.header import brief
 from kvrt_models.identity import tokenizer_digest
 from kvrt_models.tokenizer.split import SplitCodec
-from kvrt_models.tokenizer.vocab import PREFIX, Vocab, vocab_from_gguf
+from kvrt_models.tokenizer.vocab import PREFIX, Kind, Vocab, ordinary_ends, vocab_from_gguf
 
 # Keys of GGUF metadata that decide how text is cut, beside the vocabulary itself.
 _RULES = ("model", "pre", "merges", "scores", "add_space_prefix", "remove_extra_whitespaces")
@@ -42,11 +42,13 @@ class Tokenizer:
       vocab: token texts and the ids with a role.
       codec: the library behind it.
       digest: sha256 of all that decides what a text becomes, hexadecimal.
+      beyond: texts of added tokens, by id, for which the model's embedding has no row.
     """
 
     vocab: Vocab
     codec: TokenCodec
     digest: str
+    beyond: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     @property
     def n_vocab(self) -> int:
@@ -100,7 +102,8 @@ class Tokenizer:
             cannot smuggle one in.
 
         Raises:
-          UsageError: text that is no Unicode, or that the vocabulary cannot express.
+          UsageError: text that is no Unicode, that the vocabulary cannot express, or with a token
+            for which the embedding has no row.
         """
         try:
             text.encode()
@@ -109,11 +112,20 @@ class Tokenizer:
                 f"the text is not valid Unicode at character {error.start} "
                 f"({text[error.start]!a}); give UTF-8"
             ) from error
-        return self.codec.encode(text, add_special=add_special, parse_special=parse_special)
+        ids = self.codec.encode(text, add_special=add_special, parse_special=parse_special)
+        if self.beyond and (absent := [i for i in ids if i in self.beyond]):
+            raise UsageError(
+                f"the text has the token {brief(self.beyond[absent[0]])}, id {absent[0]}, and the "
+                f"model's embedding has {self.n_vocab} rows; take it out of the text"
+            )
+        return ids
 
     def token_bytes(self, token: int) -> bytes:
         """Raw bytes of a token, perhaps part of a character; none for control tokens."""
         self._check(token)
+        # The codec does not know the padding of `for_embedding`.
+        if self.vocab.kinds[token] == Kind.UNUSED:
+            return b""
         return self.codec.token_bytes(token)
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -127,6 +139,37 @@ class Tokenizer:
     def piece(self, token: int) -> str:
         """A token for people to read: its text, or its name if it is a control token."""
         return self.decode([token]) or self.vocab.texts[token]
+
+    def for_embedding(self, n_rows: int) -> "Tokenizer":
+        """The tokenizer with one id for each row of a model's embedding.
+
+        Added tokens at or above `n_rows`, as a model of text keeps them for images, cannot be
+        encoded; rows of a padded embedding stand for no text.
+
+        Raises:
+          BadModelFile: words of the vocabulary, or bos, lie at or above `n_rows`.
+        """
+        vocab = self.vocab
+        words = (Kind.NORMAL, Kind.BYTE)
+        if any(kind in words for kind in vocab.kinds[n_rows:]) or (
+            vocab.add_bos and vocab.bos_id is not None and vocab.bos_id >= n_rows
+        ):
+            raise BadModelFile(
+                f"the tokenizer has {self.n_vocab} tokens, the embedding {n_rows} rows; they "
+                "belong to different models"
+            )
+        padding = range(self.n_vocab, n_rows)
+        inside = range(n_rows)
+        resized = dataclasses.replace(
+            vocab,
+            texts=[*vocab.texts[:n_rows], *(f"[PAD{i}]" for i in padding)],
+            kinds=[*vocab.kinds[:n_rows], *(Kind.UNUSED for _ in padding)],
+            bos_id=vocab.bos_id if vocab.bos_id in inside else None,
+            eos_id=vocab.eos_id if vocab.eos_id in inside else None,
+            eos_ids=vocab.eos_ids.intersection(inside),
+        )
+        beyond = dict(enumerate(vocab.texts[n_rows:], n_rows))
+        return dataclasses.replace(self, vocab=resized, beyond=beyond)
 
     def _check(self, token: int) -> None:
         if not 0 <= token < self.n_vocab:
@@ -148,11 +191,13 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         raise BadModelFile(
             f"tokenizer.ggml.model is {brief(model)}, a text is wanted; convert the model again"
         )
-    if model == "gpt2":
+    if model in ("gpt2", "gemma4"):
         from kvrt_models.tokenizer import bpe
+        from kvrt_models.tokenizer.pre_tokenizers import pre_tokenizer
 
         # Files without the key are older than it, and llama.cpp takes "default" for them.
-        pre = bpe.pre_tokenizer(metadata.get("tokenizer.ggml.pre", "default"))
+        name = metadata.get("tokenizer.ggml.pre", "default")
+        pre = pre_tokenizer(model if model == "gemma4" else name)
         vocab = vocab_from_gguf(metadata, add_bos=pre.add_bos, bos=None, eos=None)
         codec = SplitCodec(vocab, bpe.bpe_codec(metadata, vocab, pre))
         return Tokenizer(vocab=vocab, codec=codec, digest=_digest(vocab, metadata))
@@ -165,8 +210,8 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     if model is None:
         raise BadModelFile("the file has no tokenizer.ggml.model; use a file with its vocabulary")
     raise UnsupportedModel(
-        f"tokenizer.ggml.model is {brief(model)}; gpt2 and llama are known; use the model as a "
-        f"Hugging Face folder instead"
+        f"tokenizer.ggml.model is {brief(model)}; gpt2, llama and gemma4 are known; use the model "
+        f"as a Hugging Face folder instead"
     )
 
 
@@ -184,6 +229,11 @@ def tokenizer_from_folder(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def _digest(vocab: Vocab, metadata: Mapping[str, Any]) -> str:
+    # As in `tokenizer_digest`: they were control tokens, too.
+    kinds = list(vocab.kinds)
+    for i in ordinary_ends(vocab.texts):
+        kinds[i] = Kind.CONTROL
+    vocab = dataclasses.replace(vocab, kinds=kinds)
     rules = [json.dumps(metadata.get(PREFIX + name), default=_listed).encode() for name in _RULES]
     return tokenizer_digest(vocab, rules)
 

@@ -11,7 +11,7 @@ Source: the format is that of the `tokenizers` library, `Tokenizer.to_str`.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvrt_models.tokenizer.bpe import PRE_TOKENIZERS
+from kvrt_models.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 
 _KEYS = frozenset(
     "version truncation padding added_tokens normalizer pre_tokenizer post_processor decoder "

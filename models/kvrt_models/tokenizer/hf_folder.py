@@ -11,11 +11,11 @@ from typing import Any, Protocol
 from kvrt.errors import BadModelFile, KvrtError, UnsupportedModel, UsageError
 from kvrt_models.header import Header, brief
 from kvrt_models.hf.json_file import parse_json, read_json, read_text_file
-from kvrt_models.tokenizer.bpe import byte_table
+from kvrt_models.tokenizer.bpe import byte_level_bytes
 from kvrt_models.tokenizer.harmless import is_harmless
 from kvrt_models.tokenizer.library import LibraryTokenizer
 from kvrt_models.tokenizer.process import ProcessLimits, TokenizerProcess
-from kvrt_models.tokenizer.spm import BYTE_TOKEN, SPACE, byte_value
+from kvrt_models.tokenizer.spm import BYTE_TOKEN, spaced_bytes
 from kvrt_models.tokenizer.vocab import Kind, Vocab, check_lengths, end_ids
 
 MAX_VOCAB = 1 << 20
@@ -48,12 +48,11 @@ class FolderCodec:
     """Encodes with a tokenizer.json; special tokens are the library's business."""
 
     def __init__(self, backend: Backend, vocab: Vocab, *, byte_level: bool) -> None:
-        """Keeps the tokenizer; raises BadModelFile as `byte_table`."""
+        """Keeps the tokenizer."""
         self._backend = backend
         self._vocab = vocab
         self._lock = threading.Lock()
-        normal = [t for t, k in zip(vocab.texts, vocab.kinds, strict=True) if k == Kind.NORMAL]
-        self._table = byte_table(normal) if byte_level else None
+        self._byte_level = byte_level
 
     @property
     def rules(self) -> bytes:
@@ -83,15 +82,9 @@ class FolderCodec:
     def token_bytes(self, token: int) -> bytes:
         """Raw bytes of a token; none for control tokens."""
         text, kind = self._vocab.texts[token], self._vocab.kinds[token]
-        if kind == Kind.USER_DEFINED:
-            return text.encode()
-        if kind == Kind.BYTE:
-            return bytes([byte_value(text)])
-        if kind != Kind.NORMAL:
-            return b""
-        if self._table is None:
-            return text.replace(SPACE, " ").encode()
-        return text.translate(self._table).encode("latin-1")
+        if kind == Kind.NORMAL and self._byte_level:
+            return byte_level_bytes(text)
+        return spaced_bytes(self._vocab, token)
 
 
 def read_folder(
@@ -118,7 +111,7 @@ def read_folder(
     known = ids | {text: i for i, text, _ in backend.added}
     bos_id = _special(known, settings, config, "bos")
     eos_id = _special(known, settings, config, "eos")
-    ends = {*end_ids(texts), *_ids(generation, "eos"), *_ids(config, "eos")}
+    ends = {*end_ids(texts, kinds), *_ids(generation, "eos"), *_ids(config, "eos")}
     ends |= set() if eos_id is None else {eos_id}
     templates, around = _templates(path, settings), _around(backend, file)
     _check_inside((bos_id, *ends, *around), len(texts), path)

@@ -55,12 +55,17 @@ class SpmCodec:
 
     def token_bytes(self, token: int) -> bytes:
         """Raw bytes of a token; none for control tokens."""
-        text, kind = self._vocab.texts[token], self._vocab.kinds[token]
-        if kind == Kind.NORMAL:
-            return text.replace(SPACE, " ").encode()
-        if kind == Kind.BYTE:
-            return bytes([byte_value(text)])
-        return text.encode() if kind == Kind.USER_DEFINED else b""
+        return spaced_bytes(self._vocab, token)
+
+
+def spaced_bytes(vocab: Vocab, token: int) -> bytes:
+    """Raw bytes of a token of a vocabulary that writes U+2581 for a space."""
+    text, kind = vocab.texts[token], vocab.kinds[token]
+    if kind == Kind.NORMAL:
+        return text.replace(SPACE, " ").encode()
+    if kind == Kind.BYTE:
+        return bytes([byte_value(text)])
+    return text.encode() if kind == Kind.USER_DEFINED else b""
 
 
 def spm_codec(metadata: Mapping[str, Any], vocab: Vocab) -> SpmCodec:

@@ -21,6 +21,9 @@ END_TEXTS = frozenset(
     "<eos> <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> "
     "<REPO> <reponame> <|file_sep|>".split()
 ) | {"<｜end▁of▁sentence｜>"}  # noqa: RUF001
+# Of these, texts that markup or prose may hold: they end a text where the file has them as control
+# tokens. Gemma and Qwen have HTML's </s> among their ordinary tokens.
+_ORDINARY = frozenset("</s> <EOT> _<EOT> [EOT] [EOS] <eos> <PAD> [PAD] <REPO> <reponame>".split())
 # Texts that are control tokens whatever the file says of them, and do not end a text.
 CONTROL_TEXTS = frozenset(
     "<|fim_prefix|> <fim-prefix> <fim_prefix> <PRE> ▁<PRE> <|code_prefix|> <|prefix|> "
@@ -70,13 +73,22 @@ class Vocab:
     other_templates: tuple[str, ...] = ()
 
 
-def end_ids(texts: Iterable[str]) -> frozenset[int]:
+def end_ids(texts: Iterable[str], kinds: Iterable[int]) -> frozenset[int]:
     """Ids of the well-known texts that end generation."""
-    found = {text: i for i, text in enumerate(texts) if text in END_TEXTS}
+    found = {
+        text: i
+        for i, (text, kind) in enumerate(zip(texts, kinds, strict=True))
+        if text in END_TEXTS and (kind == Kind.CONTROL or text not in _ORDINARY)
+    }
     # A harmony vocabulary ends a message with <|end|> and goes on; <|return|> and <|call|> end it.
     if "<|return|>" in found and "<|call|>" in found:
         found.pop("<|end|>", None)
     return frozenset(found.values())
+
+
+def ordinary_ends(texts: Iterable[str]) -> frozenset[int]:
+    """Ids of the well-known ends that may be ordinary text as well."""
+    return frozenset(i for i, text in enumerate(texts) if text in _ORDINARY)
 
 
 def check_lengths(texts: Iterable[str]) -> None:
@@ -109,11 +121,16 @@ def vocab_from_gguf(
     """
     texts = _texts(metadata)
     kinds = _kinds(metadata, len(texts))
-    ends = {i for i in (_id(metadata, key, len(texts)) for key in _END_KEYS) if i is not None}
-    ends |= end_ids(texts)
+    # Without kinds a file has no other sign of a control token than its text.
+    ordinary = _ORDINARY if PREFIX + "token_type" in metadata else frozenset()
+    by_text = CONTROL_TEXTS | END_TEXTS - ordinary
     for i, text in enumerate(texts):
-        if text in END_TEXTS or text in CONTROL_TEXTS:
+        if text in by_text:
             kinds[i] = Kind.CONTROL
+    ends = {i for i in (_id(metadata, key, len(texts)) for key in _END_KEYS) if i is not None}
+    for i in ends & ordinary_ends(texts):
+        kinds[i] = Kind.CONTROL
+    ends |= end_ids(texts, kinds)
     bos_id = _id(metadata, "bos", len(texts), bos)
     eos_id = _id(metadata, "eos", len(texts), eos)
     with_bos = bool_key(metadata, "add_bos_token", add_bos)

@@ -1,4 +1,8 @@
-"""Which form of an eight-bit product is fastest for how many tokens: measured once a machine."""
+"""Which form of an eight-bit product is fastest for how many tokens: by processor, or as measured.
+
+A start measures nothing: it takes what `kvrt doctor` has measured and kept on this machine, and
+without that what was measured on a processor with the same instructions.
+"""
 
 import functools
 import importlib.metadata
@@ -20,6 +24,10 @@ from kvrt_models.layers import int8
 from kvrt_models.layers.int8 import Form, Forms, Int8Matrix, Limits
 
 _SCHEMA, _KIND = 1, "int8_products"
+# Of processors that multiply and add integers of eight bits in one instruction: Zen 4, jaxlib
+# 0.10.2. `Forms()` is of one without them, Zen 3.
+_VNNI = frozenset({"avx512_vnni", "avx_vnni"})
+_WITH_VNNI = Forms(whole=((64, "int8"), (1 << 30, "f32")), pieces=((32, "int8"), (1 << 30, "f32")))
 # Matrices, and their outputs and inputs: several that follow one another, as in a model, for the
 # memory of a program is its own, and what one product widened the next finds in the core's cache.
 _WHOLE, _PIECES = (4, 1536, 1536), (1, 16_384, 512)
@@ -32,20 +40,20 @@ _ADVANTAGE = 1.1
 Timer = Callable[[Callable[[], Any]], float]
 
 
-def measured_forms(folder: Path, begin: Callable[[], None] = lambda: None) -> Forms:
+def forms_by_processor() -> Forms:
+    """The forms of processors with this one's instructions."""
+    return _WITH_VNNI if _VNNI & set(_features()) else Forms()
+
+
+def measured_forms(folder: Path) -> Forms:
     """The forms of this machine: those a file in the folder has, or what is measured now.
 
-    Measuring takes some seconds, once; see `kvrt.files.kept` for what happens to a file that is
+    Measuring takes half a minute, once; see `kvrt.files.kept` for what happens to a file that is
     damaged or cannot be written.
-
-    Args:
-      folder: of the file.
-      begin: is called before something is measured.
     """
     kept = kept_forms(folder)
     if kept is not None:
         return kept
-    begin()
     forms, key = measure_forms(), processor_key()
     keep(kept_path(folder, _KIND, key), key, {"whole": forms.whole, "pieces": forms.pieces})
     return forms
@@ -55,7 +63,7 @@ def kept_forms(folder: Path) -> Forms | None:
     """The forms of this machine, if they were measured already."""
     key = processor_key()
     path = kept_path(folder, _KIND, key)
-    return read_kept(path, key, _from_json, "eight-bit products are measured")
+    return read_kept(path, key, _from_json, "kvrt doctor measures eight-bit products")
 
 
 def processor_key() -> dict[str, Any]:
@@ -142,14 +150,22 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 def _processor() -> str:
     """Its name, as far as the system tells it."""
+    name = " ".join(_cpuinfo("model name")) or platform.processor()
+    return f"{name} {platform.machine()} {len(_features())}"
+
+
+def _features() -> list[str]:
+    """Its instructions, as far as the system tells them."""
+    return _cpuinfo("flags")
+
+
+def _cpuinfo(name: str) -> list[str]:
+    """The words of the first line of this name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    flags = [line for line in lines if line.startswith("flags")]
-    n_features = len(flags[0].split()) if flags else 0
-    return f"{names[0] if names else platform.processor()} {platform.machine()} {n_features}"
+        return []
+    return next((x.partition(":")[2].split() for x in lines if x.startswith(name)), [])
 
 
 def _from_json(value: Any) -> Forms:

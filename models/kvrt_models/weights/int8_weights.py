@@ -20,6 +20,7 @@ import xxhash
 
 from kvrt.errors import BadModelFile, SaveError, UsageError, reason
 from kvrt.files import atomic
+from kvrt.files.cache_folder import private_folder
 from kvrt_models import hub
 from kvrt_models.layers.int8 import Int8Matrix
 from kvrt_models.layers.linear import Matrix
@@ -43,13 +44,11 @@ class Watch:
     Attributes:
       tell: gets a line about what went otherwise than it should.
       show: gets matrices that are quantized, and how many there are.
-      measure: is called before products are measured, once a machine.
       digest: is called before all bytes of a file are read, which its first start does.
     """
 
     tell: Callable[[str], None] = lambda line: None
     show: Callable[[int, int], None] = lambda n, n_all: None
-    measure: Callable[[], None] = lambda: None
     digest: Callable[[], None] = lambda: None
 
 
@@ -74,7 +73,7 @@ def open_or_make(source: WeightSource, name: str, watch: Watch) -> Made:
     """
     maker = _Maker(source, watch)
     try:
-        folder = hub.private_folder(FOLDER)
+        folder = private_folder(FOLDER)
         maker.of = {"source": source.digest(folder, watch.digest), "rule": _rule(source)}
         path = folder / f"{_plain(name)}-{maker.of['source'][:16]}.safetensors"
         file = maker.opened(path) or maker.made(path)
@@ -197,7 +196,7 @@ class _Maker:
 
     def _check_unchanged(self) -> None:
         """Refuses weights of files that have changed since they were digested."""
-        if self.source.digest(hub.private_folder(FOLDER)) != self.of["source"]:
+        if self.source.digest(private_folder(FOLDER)) != self.of["source"]:
             raise BadModelFile(f"{self.model}: changed while it was read; start again")
 
     def _is_matrix(self, name: str) -> bool:

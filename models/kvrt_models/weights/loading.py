@@ -1,5 +1,6 @@
 """From a source to the weights of a decoder: their shapes at once, their numbers as they come."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from kvrt_models.layers.linear import Matrix
 from kvrt_models.layers.tensors import is_matrix, weight_parts, weight_shape
 from kvrt_models.spec import DecoderSpec
 from kvrt_models.weights import int8_weights
-from kvrt_models.weights.forms import measured_forms
+from kvrt_models.weights.forms import forms_by_processor, kept_forms
 from kvrt_models.weights.int8_weights import Watch
 from kvrt_models.weights.shapes import weight_shapes
 from kvrt_models.weights.source import WeightSource
@@ -26,8 +27,8 @@ from kvrt_models.weights.types import WeightType
 _ROUNDED = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 # NumPy reads and rounds without the interpreter's lock: two threads halve the wait.
 _N_THREADS = 2
-# Weights of the largest matrix from which it is worth seconds to know the fastest product.
-_LEAST_MEASURED = 1 << 20
+# Weights of the largest matrix from which the form of a product matters.
+_LEAST_CHOSEN = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ def read_weights(
     if dtype == "int8":
         made = int8_weights.open_or_make(source, name, watch)
         in_bf16, read = dict(made.in_bf16), made.read
-        forms = _forms(source.spec, watch)
+        forms = _forms(source.spec)
     else:
         read = _reader(source, dtype)
     shapes = weight_shapes(source.spec, dtype, in_bf16, forms)
@@ -97,16 +98,15 @@ def read_weights(
     return Weights(dtype=dtype, in_bf16=in_bf16, shapes=shapes, _futures=futures)
 
 
-def _forms(of: DecoderSpec, watch: Watch) -> Forms | None:
+def _forms(of: DecoderSpec) -> Forms | None:
     """How the products of a model are computed here; None where it hardly matters."""
     sizes = [math.prod(weight_shape(of, tensors)) for tensors in weight_parts(of).values()]
-    if jax.default_backend() != "cpu" or max(sizes) < _LEAST_MEASURED:
+    if jax.default_backend() != "cpu" or max(sizes) < _LEAST_CHOSEN:
         return None
-    try:
-        folder = hub.cache_dir()
-    except UsageError:
-        return None  # the weights cannot be kept either, which is told
-    return measured_forms(folder, watch.measure)
+    kept = None
+    with contextlib.suppress(UsageError):  # the weights cannot be kept either, which is told
+        kept = kept_forms(hub.cache_dir())
+    return kept or forms_by_processor()
 
 
 def _reader(source: WeightSource, dtype: WeightType) -> Callable[[str], np.ndarray]:

@@ -34,7 +34,9 @@ def main(argv: Sequence[str]) -> None:
     model = load("smollm2-135m", dtype=dtype)
     spec = Speculation(drafter=PromptLookup(), n_draft=_N_DRAFTS.value)
     n = _N_SEQS.value
-    config = CacheConfig(n_ctx=1024 * n, n_seq_max=n, block_size=16, n_ubatch=256)
+    config = CacheConfig(
+        n_ctx=1024 * n, n_seq_max=n, block_size=16, n_ubatch=256, type_k="f32", type_v="f32"
+    )
     mode: Any = _MODE.value
     sides = {"plain": None, "drafts": spec}
     engines = {

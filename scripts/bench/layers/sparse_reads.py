@@ -7,6 +7,7 @@ a sparse read chooses by labels first. Lines of memory are counted, of the keys 
 the labels, beside the time.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
@@ -73,7 +74,7 @@ def _run(select: Select | None, block_size: int) -> Callable[[], Array]:
     """A run over all layers, each with the output of the one before as its query."""
     n = _N_TOKENS.value
     config = CacheConfig(n_ctx=-(-n // 256) * 256, block_size=block_size, select=select)
-    spec = store_spec(_GROUP, config)
+    spec = store_spec(_GROUP, dataclasses.replace(config, type_k="f32", type_v="f32"))
     n_blocks = spec.extent.n_blocks
     kv = [_random_layer(i, n_blocks, block_size) for i in range(_N_LAYERS.value)]
     pos = np.arange(n_blocks * block_size, dtype=np.int32)
@@ -130,7 +131,7 @@ def _counted(select: Select | None, block_size: int, n_cells: int) -> dict[str, 
     units = rng.choice(n // select.unit, n_cells // select.unit, replace=False)
     cells = (units[:, None] * select.unit + np.arange(select.unit)).reshape(-1).astype(np.int32)
     found = _N_HEADS * lines.lines_read(cells, block_size, _DIM)
-    config = CacheConfig(n_ctx=n, block_size=block_size, select=select)
+    config = CacheConfig(n_ctx=n, block_size=block_size, select=select, type_k="f32", type_v="f32")
     plan = labels.LabelPlan(select=select, layers=((0,),))
     n_bytes = labels.label_bytes(plan.create([store_spec(_GROUP, config)]))
     return {"lines": found, "label_lines": n_bytes // lines.LINE_BYTES}

@@ -90,7 +90,10 @@ def _runtime(of: type[Decoder]) -> Runtime:
         scale = 1.0 if len(shape) == 1 else shape[1] ** -0.5
         weights[name] = jnp.asarray(scale * rng.standard_normal(shape), jnp.float32)
     n_ctx = -(-_N_TOKENS.value // 256) * 256
-    return Runtime(of(spec, weights), CacheConfig(n_ctx=n_ctx, n_ubatch=_N_UBATCH.value))
+    return Runtime(
+        of(spec, weights),
+        CacheConfig(n_ctx=n_ctx, n_ubatch=_N_UBATCH.value, type_k="f32", type_v="f32"),
+    )
 
 
 if __name__ == "__main__":

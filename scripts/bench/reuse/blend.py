@@ -30,9 +30,15 @@ _N_ROUNDS = flags.DEFINE_integer("rounds", 5, "Runs of each side.", lower_bound=
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    decoder = load(_MODEL.value).decoder
+    decoder = load(_MODEL.value, dtype="f32").decoder
     n, n_suffix = _N_TOKENS.value, _N_SUFFIX.value
-    config = CacheConfig(n_ctx=-(-(n + n_suffix) // 256) * 256, n_seq_max=2, swa_full=True)
+    config = CacheConfig(
+        n_ctx=-(-(n + n_suffix) // 256) * 256,
+        n_seq_max=2,
+        swa_full=True,
+        type_k="f32",
+        type_v="f32",
+    )
     runtime = Runtime(decoder, config)
     rng = np.random.default_rng(0)
     size = n // _N_CHUNKS.value

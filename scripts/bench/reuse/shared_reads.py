@@ -116,7 +116,9 @@ def _engine(n_shared: int) -> None:
     model = shapes.decoder(_MODEL.value)
     size = _BLOCK.value
     n_ctx = -(-(n_shared + n * (n_own + size)) // 512 + 1) * 512
-    config = CacheConfig(n_ctx=n_ctx, n_seq_max=n, block_size=size, attention="chunked")
+    config = CacheConfig(
+        n_ctx=n_ctx, n_seq_max=n, block_size=size, attention="chunked", type_k="f32", type_v="f32"
+    )
     engines = {
         name: Engine(model, config, EngineConfig(shared_reads=name == "once"))
         for name in ("each", "once")

@@ -73,10 +73,12 @@ def main(argv: Sequence[str]) -> int:
 
 def run() -> None:
     """All ways over all prompts."""
-    model = load(_MODEL.value)
+    model = load(_MODEL.value, dtype="f32")
     read = prompts(model.tokenizer)
     n = 1 + max(sum(map(len, chunks)) + len(question) for chunks, question in read)
-    config = CacheConfig(n_ctx=-(-n // 256) * 256, n_seq_max=2, swa_full=True)
+    config = CacheConfig(
+        n_ctx=-(-n // 256) * 256, n_seq_max=2, swa_full=True, type_k="f32", type_v="f32"
+    )
     runtime = Runtime(model.decoder, config)
     bos = model.tokenizer.bos_id
     lead = [bos] if _LEAD.value and bos is not None else []

@@ -41,10 +41,12 @@ def main(argv: Sequence[str]) -> int:
 
 def run() -> None:
     """All numbers of modules over all prompts."""
-    model = load(flags.FLAGS.model)
+    model = load(flags.FLAGS.model, dtype="f32")
     prompts = blend.prompts(model.tokenizer)
     n = sum(map(len, prompts[0][0])) + len(prompts[0][1])
-    config = CacheConfig(n_ctx=2 * -(-n // 256) * 256, n_seq_max=3, swa_full=True)
+    config = CacheConfig(
+        n_ctx=2 * -(-n // 256) * 256, n_seq_max=3, swa_full=True, type_k="f32", type_v="f32"
+    )
     runtime, bos = Runtime(model.decoder, config), model.tokenizer.bos_id
     lead = [bos] if flags.FLAGS.lead and bos is not None else []
     for count in map(int, _COUNTS.value):

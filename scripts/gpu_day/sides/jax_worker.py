@@ -31,7 +31,7 @@ class Bench:
         """What this machine is, and what can be measured on it."""
         self.smoke, self.tiles_path = message["smoke"], Path(message["tiles"])
         if not self.smoke:
-            startup.keep_programs()
+            startup.keep_programs_or_warn()
         device = jax.devices()[0]
         self.known = Implementations(interpret=self.smoke)
         where = measure.where()

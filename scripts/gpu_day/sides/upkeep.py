@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 
-from kvrt import CacheConfig, cells
+from kvrt import Attend, CacheConfig, cells
 from kvrt.program import estimate
 from kvrt.program.device import Device
 from kvrt.program.layout import cell_layout
@@ -22,7 +23,10 @@ from scripts.gpu_day.sides.ready import Ready
 class _NoModel(nnx.Module):
     """What a device wants to know of a model whose steps nobody runs."""
 
-    n_vocab = 1
+    groups, recurrent, n_vocab = (), None, 1
+
+    def __call__(self, tokens: Array, attend: Attend, out_ids: Array) -> Array:
+        raise NotImplementedError("no step is run")
 
 
 def ready(of: Asked) -> Ready:

@@ -9,7 +9,7 @@ from kvrt.cli.session.open_session import is_library
 from kvrt.errors import KvrtError, UsageError
 from kvrt.session.library import stored
 from kvrt.session.library.content import content_of
-from kvrt.session.library.entries import Content, Entry, is_as_added
+from kvrt.session.library.entries import Content, Entry
 from kvrt.session.library.library import Library
 
 
@@ -22,12 +22,14 @@ class Survey:
       entries: of all, newest use first.
       contents: of those that the index does not know as they are now, by name.
       refused: why other files are no sessions, by name.
+      is_news: the index does not say all of it.
     """
 
     folder: Path
     entries: tuple[Entry, ...]
     contents: Mapping[str, Content]
     refused: Mapping[str, str]
+    is_news: bool
 
 
 def open_library(name: str | None) -> Library:
@@ -75,20 +77,10 @@ def survey(library: Library) -> Survey:
             )
         )
     entries.sort(key=lambda e: (-e.used_ns, e.path.name))
-    found = tuple(entries)
-    return Survey(folder=library.folder, entries=found, contents=contents, refused=refused)
-
-
-def take_in(library: Library, found: Survey) -> None:
-    """Brings the index up to date with a survey; a folder without sessions gets none.
-
-    Raises:
-      KvrtError: the index cannot be written.
-    """
-    library.sync()
-    # Oldest first: of equal times of use the index counts the one that it gets later as newer.
-    for entry in reversed(found.entries):
-        new = found.contents.get(entry.path.name)
-        # One that was written meanwhile is read again next time.
-        if new is not None and is_as_added(entry):
-            library.add(entry.path, new.fingerprint, new.tokens, new.n_bytes, entry.used_ns)
+    return Survey(
+        folder=library.folder,
+        entries=tuple(entries),
+        contents=contents,
+        refused=refused,
+        is_news=bool(contents or scan.n_stale),
+    )

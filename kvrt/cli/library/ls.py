@@ -4,10 +4,11 @@ import datetime
 import json
 
 from kvrt.cli.flags.session_files import LsOptions
+from kvrt.cli.library import survey
 from kvrt.cli.process import output
 from kvrt.cli.report.tables import table
-from kvrt.cli.session import folder
 from kvrt.errors import BadSession, KvrtError
+from kvrt.session import fingerprint, io
 from kvrt.session.library.entries import Entry
 
 
@@ -18,15 +19,16 @@ def execute(options: LsOptions) -> int:
       UsageError: it is no folder.
       BadSession: the index is damaged.
     """
-    library = folder.open_library(options.folder)
+    library = survey.open_library(options.folder)
     if options.rebuild:
         refused = library.rebuild().refused
         entries = library.entries()
     else:
-        found = folder.survey(library)
+        found = survey.survey(library)
         entries, refused = found.entries, found.refused
         try:
-            folder.take_in(library, found)
+            if found.is_news:
+                library.take_in(entries, found.contents)
         except BadSession:
             raise
         except KvrtError as error:
@@ -34,11 +36,8 @@ def execute(options: LsOptions) -> int:
     if options.json:
         output.write_text(json.dumps([_fields(e) for e in entries]) + "\n")
     else:
-        rows = [
-            (e.path.name, f"{e.n_tokens:,}", f"{e.n_bytes:,}", last_use(e), e.fingerprint[:12])
-            for e in entries
-        ]
-        output.write_text(table(("session", "tokens", "bytes", "used", "fingerprint"), rows))
+        heads = ("session", "tokens", "bytes", "used", "model", "fingerprint")
+        output.write_text(table(heads, map(_row, entries)))
     for why in refused.values():
         output.warn(why)
     return 0
@@ -50,6 +49,21 @@ def last_use(entry: Entry) -> str:
     return used.isoformat(" ", "seconds")
 
 
+def _row(entry: Entry) -> tuple[str, ...]:
+    n_tokens, n_bytes = f"{entry.n_tokens:,}", f"{entry.n_bytes:,}"
+    name = model_of(entry) or "-"
+    return entry.path.name, n_tokens, n_bytes, last_use(entry), name, entry.fingerprint[:12]
+
+
+def model_of(entry: Entry) -> str:
+    """The name of a session's model; "" where the session does not say it."""
+    try:
+        said = io.read_cells(entry.path, is_use=False)[0].fingerprint
+    except KvrtError:
+        return ""
+    return fingerprint.named_model(said)
+
+
 def _fields(entry: Entry) -> dict[str, str | int]:
     return {
         "path": str(entry.path),
@@ -57,4 +71,5 @@ def _fields(entry: Entry) -> dict[str, str | int]:
         "n_bytes": entry.n_bytes,
         "used_ns": entry.used_ns,
         "fingerprint": entry.fingerprint,
+        "model": model_of(entry),
     }

@@ -2,15 +2,15 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from kvrt.cli.flags.session_files import PruneOptions
+from kvrt.cli.library import survey
+from kvrt.cli.library.ls import last_use
 from kvrt.cli.process import output
 from kvrt.cli.report.size import show_size
 from kvrt.cli.report.tables import table
-from kvrt.cli.session import folder
-from kvrt.cli.session.ls import last_use
 from kvrt.session.library.entries import Entry, due
 
 
@@ -22,13 +22,14 @@ def execute(options: PruneOptions) -> int:
       BadSession: the index is damaged.
       KvrtError: a file cannot be deleted.
     """
-    library, budget = folder.open_library(options.folder), options.max_bytes()
-    found = folder.survey(library)
-    gone: Sequence[Entry] = due(found.entries, budget)
+    library, budget = survey.open_library(options.folder), options.max_bytes()
+    found = survey.survey(library)
+    wanted = gone = due(found.entries, budget)
     if gone and not options.dry_run:
-        folder.take_in(library, found)
+        library.take_in(found.entries, found.contents)
         gone = library.prune(budget)
-    report = Report(found, gone, budget, dry_run=options.dry_run)
+    stays = frozenset(e.path.name for e in wanted) - {e.path.name for e in gone}
+    report = Report(found, gone, budget, stays, dry_run=options.dry_run)
     output.write_text(report.to_json() if options.json else report.to_table())
     if not options.quiet:
         output.note(report.summary())
@@ -38,8 +39,20 @@ def execute(options: PruneOptions) -> int:
 class Report:
     """Which sessions go, which stay, and why."""
 
-    def __init__(self, found: folder.Survey, gone: Sequence[Entry], budget: int, *, dry_run: bool):
-        """With what was found, what was deleted of it or would be, and the budget in bytes."""
+    def __init__(
+        self,
+        found: survey.Survey,
+        gone: Sequence[Entry],
+        budget: int,
+        in_use: Collection[str],
+        *,
+        dry_run: bool,
+    ):
+        """With what was found, what was deleted of it or would be, and the budget in bytes.
+
+        Sessions `in_use` were due, and others saved them meanwhile.
+        """
+        self._in_use = in_use
         self._gone, self._dry_run = gone, dry_run
         names = {e.path.name for e in gone}
         self._kept = [e for e in found.entries if e.path.name not in names]
@@ -52,7 +65,7 @@ class Report:
         """A line for each file, what goes first."""
         verb = "would be deleted" if self._dry_run else "deleted"
         rows = [_row(e, verb, self._why) for e in self._gone]
-        rows += [_row(e, "kept", "within the budget") for e in reversed(self._kept)]
+        rows += [_row(e, "kept", self._why_kept(e)) for e in reversed(self._kept)]
         rows += [(name, "", "", "kept", why) for name, why in self._refused.items()]
         return table(("session", "bytes", "last use", "", "why"), rows)
 
@@ -61,16 +74,20 @@ class Report:
         fields = {
             "dry_run": self._dry_run,
             "deleted": [_fields(e, self._why) for e in self._gone],
-            "kept": [_fields(e, "within the budget") for e in reversed(self._kept)],
+            "kept": [_fields(e, self._why_kept(e)) for e in reversed(self._kept)],
             "no_sessions": self._refused,
         }
         return json.dumps(fields) + "\n"
+
+    def _why_kept(self, entry: Entry) -> str:
+        is_used = entry.path.name in self._in_use
+        return "saved by another process meanwhile" if is_used else "within the budget"
 
     def summary(self) -> str:
         """One line."""
         n, verb = len(self._gone), "would be deleted" if self._dry_run else "deleted"
         return (
-            f"{n} of {n + len(self._kept)} sessions {verb}, "
+            f"{n:,} of {n + len(self._kept):,} sessions {verb}, "
             f"{sum(e.n_bytes for e in self._gone):,} bytes; "
             f"{sum(e.n_bytes for e in self._kept):,} are left"
         )
