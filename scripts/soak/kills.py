@@ -1,7 +1,7 @@
 """Ends commands by signals at random moments and counts what of docs/sessions.md does not hold.
 
     python -m scripts.soak.kills
-    python -m scripts.soak.kills --n 20 --seed 7 --only prefill,batch
+    python -m scripts.soak.kills --n_signals 20 --moments 7 --commands prefill,batch
 
 Each command is started again on what it has left, until it is done, then begins anew. Signals are
 SIGINT, SIGTERM, SIGHUP and SIGKILL in turn; of the moments a third lies between the start and the
@@ -31,9 +31,9 @@ from absl import app, flags
 from scripts._lib import measure
 from scripts.soak import courses
 
-_N = flags.DEFINE_integer("n", 200, "Signals.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "Of the moments.")
-_ONLY = flags.DEFINE_list("only", list(courses.COURSES), "Commands, in turn.")
+_N = flags.DEFINE_integer("n_signals", 200, "Signals.", lower_bound=1)
+_SEED = flags.DEFINE_integer("moments", 0, "Seed of the moments.")
+_ONLY = flags.DEFINE_list("commands", list(courses.COURSES), "Commands, in turn.")
 
 _SIGNALS = "SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     if unknown := set(_ONLY.value) - set(courses.COURSES):
-        raise app.UsageError(f"--only: no such command: {', '.join(sorted(unknown))}")
+        raise app.UsageError(f"--commands: no such command: {', '.join(sorted(unknown))}")
     with tempfile.TemporaryDirectory() as folder:
         found = kill_all(Path(folder), _N.value, _SEED.value, _ONLY.value)
     measure.emit("kills", seed=_SEED.value, **found)

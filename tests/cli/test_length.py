@@ -147,7 +147,7 @@ def test_a_session_brings_its_policy_where_no_flag_says_otherwise(
     )
     ids = [text.bos_id if add_bos else 7, *range(19)]
     there = {"name": type(said).__name__, **dataclasses.asdict(said)}
-    before = options(*words)
+    before = options(*words, "--session", "a.kv")
     after = policy.follow_policy(before, there, ids, text)
     if wanted == ContextShift(n_keep=0):
         wanted = ContextShift(n_keep=int(add_bos))  # what is kept without a session

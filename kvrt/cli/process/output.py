@@ -113,7 +113,7 @@ def console(**options: Any) -> "Console":
 class _Lasting:
     """A text file that ignores failed writes: after SIGHUP there is a session to save."""
 
-    def __init__(self, file: TextIO):
+    def __init__(self, file: Any):
         self._file = file
 
     def __getattr__(self, name: str) -> Any:
