@@ -117,7 +117,7 @@ def test_a_session_that_a_reader_would_refuse_replaces_none(tmp_path):
         with pytest.raises(errors.SaveError, match=r"x\.kv: what .* cannot be read again: .* mark"):
             session.save(path, wrong)
         assert path.read_bytes() == data
-        assert sorted(x.name for x in tmp_path.iterdir()) == [".x.kv.lock", "x.kv"]
+    assert {x.name for x in tmp_path.iterdir()} - {".x.kv.lock"} == {"x.kv"}
 
 
 def test_more_than_2_to_the_31_sampled_tokens_are_saved(tmp_path):
