@@ -1,12 +1,10 @@
 """Outputs of an engine: what they say, and who gets those that were not handed out yet."""
 
-import functools
 from collections import deque
 from collections.abc import Callable, Container, Generator, Iterable
 from typing import NamedTuple
 
 from kvrt.errors import BadRequest
-from kvrt.policies import PolicyContext
 from kvrt.serving.request import FinishReason, SeqState
 
 
@@ -123,20 +121,8 @@ def output_of(state: SeqState, tokens: tuple[int, ...]) -> Output:
         error=state.error,
         n_dropped=state.n_dropped,
         score=state.score,
-        n_before_drop=_n_before_drop(state),
+        n_before_drop=state.n_before_drop,
     )
-
-
-def _n_before_drop(state: SeqState) -> int | None:
-    if not state.n_dropped or state.context is None:
-        return None
-    return _first_drop(state.context, state.n_prompt, state.n_whole)
-
-
-@functools.lru_cache(maxsize=1024)
-def _first_drop(context: PolicyContext, n_prompt: int, n_whole: int) -> int:
-    """Tokens of a sequence before its first drop, which follows from counts."""
-    return next(n_past for n_past, _ in context.events(n_prompt, n_whole))
 
 
 def bad_logits(state: SeqState) -> str:

@@ -184,6 +184,7 @@ class SeqState:
       context: its policy's, if that will have to drop tokens; else None.
       n_left: tokens that each drop leaves at least; 0 without a context.
       n_dropped: tokens that its policy dropped.
+      n_before_drop: tokens that were computed before the first of them went; None if none did.
       extend: of SelfExtend in the cache, if that will have to move positions; else None.
       n_behind: by how much positions are behind the count of tokens, for those that were dropped
         and those that share one: the next token, i, is at position i - n_behind.
@@ -228,6 +229,7 @@ class SeqState:
     context: PolicyContext | None = None
     n_left: int = dataclasses.field(default=0, init=False)
     n_dropped: int = 0
+    n_before_drop: int | None = None
     extend: ExtendSchedule | None = None
     n_behind: int = 0
     n_until: int | None = None

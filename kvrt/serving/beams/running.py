@@ -184,7 +184,7 @@ def _closed(
     request: Request = state.request
     out = SeqState(request=request, sample=sample, tokens=[*request.tokens, *tokens])
     out.n_cached, out.n_dropped, out.score = state.n_cached, state.n_dropped, score
-    out.context = state.context
+    out.n_before_drop = state.n_before_drop
     out.close(reason, state.error)
     return out
 

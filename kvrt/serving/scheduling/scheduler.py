@@ -271,6 +271,8 @@ class Scheduler:
         self._space.advance(state, found.drops)
         if found.drops:
             plan.drops.append((state, state.n_past, found.drops))
+            if state.n_before_drop is None:
+                state.n_before_drop = state.n_computed
             n_dropped = sum(drop.n for drop in found.drops)
             state.n_dropped, state.n_behind = (
                 state.n_dropped + n_dropped,
@@ -340,6 +342,7 @@ class Scheduler:
         """A sample that has the first n tokens of another one runs."""
         state.n_computed, state.n_cached = n, min(n, src.n_prompt)
         state.n_dropped, state.n_behind, state.n_until = src.n_dropped, src.n_behind, src.n_until
+        state.n_before_drop = src.n_before_drop
         self._requests.start(state)
 
     def _whole(self, state: SeqState) -> int | None:
