@@ -17,11 +17,15 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from types import FunctionType
 from typing import Any, TypeVar
 
+import numpy as np
+
 from kvrt.errors import Busy, UsageError
 from kvrt.jax_settings import own_settings
 from kvrt.whole_numbers import python_int
 
 T = TypeVar("T")
+# Arguments that may be, or hold, NumPy's integers.
+_NUMPYS = (np.generic, Mapping)
 # The attribute of a guarded object that holds its guard.
 _NAME = "_exclusive"
 
@@ -46,17 +50,17 @@ def start_jax(call: str) -> None:
     Raises:
       UsageError: it was forked from a process that did.
     """
-    _check_not_forked(call)
+    if _Process.forked:
+        raise _in_a_fork(call)
     _Process.started = True
 
 
-def _check_not_forked(call: str) -> None:
-    if _Process.forked:
-        raise UsageError(
-            f"{call} was called in process {os.getpid()}, which was forked from one that used "
-            "JAX, whose threads no fork copies: it would wait for ever; fork before a model is "
-            'loaded, or start processes by "spawn" or "forkserver"'
-        )
+def _in_a_fork(call: str) -> UsageError:
+    return UsageError(
+        f"{call} was called in process {os.getpid()}, which was forked from one that used JAX, "
+        "whose threads no fork copies: it would wait for ever; fork before a model is loaded, or "
+        'start processes by "spawn" or "forkserver"'
+    )
 
 
 class Exclusive:
@@ -92,7 +96,8 @@ class Exclusive:
           Busy: another call has not returned.
           UsageError: the object was closed, or this process was forked from the one that made it.
         """
-        _check_not_forked(f"{self._what}.{call}")
+        if _Process.forked:
+            raise _in_a_fork(f"{self._what}.{call}")
         if self.is_closed:
             raise UsageError(f"{self._what}.{call}: the {self._what} is closed; make another")
         if self._lock.acquire(blocking=False):
@@ -205,8 +210,12 @@ def _guarded(method: Callable[..., Any], name: str, reads: bool) -> Callable[...
         entered = guard.enter(name, reads=reads)
         try:
             with own_settings():
-                plain_args = map(_plain, args)
-                return method(self, *plain_args, **{k: _plain(x) for k, x in kwargs.items()})
+                if any(isinstance(x, _NUMPYS) for x in (*args, *kwargs.values())):
+                    args, kwargs = (
+                        tuple(map(_plain, args)),
+                        {k: _plain(x) for k, x in kwargs.items()},
+                    )
+                return method(self, *args, **kwargs)
         finally:
             if entered:
                 guard.leave()

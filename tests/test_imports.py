@@ -37,6 +37,7 @@ OF_MODELS = {
     "kvrt.attention.contract",
     "kvrt.config",
     "kvrt.errors",
+    "kvrt.exclusive",
     "kvrt.files.atomic",
     "kvrt.files.cache_folder",
     "kvrt.files.kept",

@@ -76,7 +76,8 @@ def append(
     """The history with new tokens."""
     new = np.empty((3, len(ids)), np.int32)
     new[_POS], new[_ID] = pos, ids
-    history = with_room(history, len(ids))
+    if history.n_marks + len(ids) > MAX_MARKS:
+        history = with_room(history, len(ids))
     pieces, seqs = dict(history.pieces), dict.fromkeys(seq_ids.tolist())
     n_marks, unshared = history.n_marks + len(ids), history.unshared | (seqs.keys() - pieces.keys())
     new[_MARK] = np.arange(history.n_marks, n_marks)

@@ -81,7 +81,8 @@ class Device:
 
     @cache.setter
     def cache(self, cache: Cache) -> None:
-        self._cache = self.programs.nan_scores.taken_from(cache)
+        is_scored = cache.nan_scores is not None
+        self._cache = self.programs.nan_scores.taken_from(cache) if is_scored else cache
 
     def settled(self, config: CacheConfig) -> CacheConfig:
         """The config that this cache was made from, with what "auto" was found to be."""

@@ -84,7 +84,8 @@ def matrices(of: Described) -> list[Int8Matrix]:
 
 def _runtime(of: Described, n_ubatch: int) -> Runtime:
     sizes = {"n_ctx": 2 * n_ubatch, "block_size": 16, "n_ubatch": n_ubatch}
-    return Runtime(Decoder(of.spec, of.weights), CacheConfig(**sizes))
+    types = {"type_k": "f32", "type_v": "f32"}
+    return Runtime(Decoder(of.spec, of.weights), CacheConfig(**sizes, **types))
 
 
 def _compiled(device, program) -> jax.stages.Compiled:

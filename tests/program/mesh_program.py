@@ -38,7 +38,8 @@ from tests.serving.engines import WINDOWS, ask
 from tests.toys import HybridLm, RowModel, ToyLm
 
 TOKENS = np.random.default_rng(0).integers(0, 32, 40)
-SIZES = CacheConfig(n_ctx=48, n_seq_max=2, block_size=4, n_ubatch=8)
+F32 = {"type_k": "f32", "type_v": "f32"}
+SIZES = CacheConfig(n_ctx=48, n_seq_max=2, block_size=4, n_ubatch=8, **F32)
 ALL = "tensor=2,context=4"
 FOUR = "tensor=2,context=2"
 COLLECTIVE = re.compile(
@@ -164,8 +165,8 @@ def decoder():
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tiny.gguf"
         write_gguf(path, TinyModel(arch="gpt-oss", n_layers=1))
-        on_one = Runtime(load.load(path).decoder, config)
-        divided = load.open_model(path, on_host=True).wait().decoder
+        on_one = Runtime(load.load(path, dtype="f32").decoder, config)
+        divided = load.open_model(path, dtype="f32", on_host=True).wait().decoder
         on_many = Runtime(divided, config, mesh=mesh(ALL))
         want, got = (np.asarray(x.append(TOKENS[:21])) for x in (on_one, on_many))
     assert on_one.fingerprint == on_many.fingerprint
@@ -201,7 +202,7 @@ def kept_whole():
 
 def programs():
     """Bytes of each compiled program on a device, and the greatest array that travels."""
-    config = CacheConfig(n_ctx=4096, n_seq_max=1, block_size=16, n_ubatch=8)
+    config = CacheConfig(n_ctx=4096, n_seq_max=1, block_size=16, n_ubatch=8, **F32)
     runtime = Runtime(MODELS["full"](), config, mesh=mesh(ALL))
     runtime.append(TOKENS[:16])
     runtime.seq_rm(0, 2, 4)
@@ -333,7 +334,7 @@ REQUEST = ask("miss", TOKENS[:11], 5)
 
 
 def engine(mode, where, **options):
-    config = CacheConfig(n_ctx=64, n_seq_max=2, block_size=4, n_ubatch=8, **options)
+    config = CacheConfig(n_ctx=64, n_seq_max=2, block_size=4, n_ubatch=8, **F32 | options)
     on = mesh(where) if where else None
     options = EngineConfig(mode=mode, rules=Rules(n_batch=8))
     return Engine(MODELS["heads"](), config, options, mesh=on)

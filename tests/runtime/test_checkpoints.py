@@ -332,7 +332,8 @@ MESH = """
 import numpy as np
 from test_checkpoints import MODELS, OTHER, TEXT
 from kvrt import CacheConfig, MeshSpec, Runtime
-config = CacheConfig(n_ctx=208, block_size=8, n_ubatch=16, n_checkpoints=32)
+types = {"type_k": "f32", "type_v": "f32"}
+config = CacheConfig(n_ctx=208, block_size=8, n_ubatch=16, n_checkpoints=32, **types)
 model = MODELS["recurrent, window"]()
 at, fresh = (Runtime(model, config, mesh=MeshSpec(context=2)) for _ in range(2))
 at.append(TEXT)

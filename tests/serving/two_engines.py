@@ -19,7 +19,7 @@ from kvrt.serving.request import Request
 from kvrt.serving.scheduling.step_plan import Rules
 from tests.toys import ToyLm
 
-CONFIG = CacheConfig(n_ctx=64, n_seq_max=2, block_size=4, n_ubatch=8)
+CONFIG = CacheConfig(n_ctx=64, n_seq_max=2, block_size=4, n_ubatch=8, type_k="f32", type_v="f32")
 SAME = list(range(1, 14))
 REQUESTS = [
     Request(id="a", tokens=SAME, n_predict=5),

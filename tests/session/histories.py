@@ -25,6 +25,7 @@ def tokens(n, seed=0):
 
 def open_runtime(model, *, shifts=False, **options):
     sizes = {"n_ctx": 64, "n_seq_max": 3, "block_size": 16, "n_ubatch": 8}
+    sizes |= {"type_k": "f32", "type_v": "f32"}
     config = CacheConfig(**{**sizes, **options})
     return Runtime(model, config, policy=ContextShift(n_keep=2) if shifts else None)
 
