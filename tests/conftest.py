@@ -1,7 +1,6 @@
 """Strict settings for every test: checked annotations, strict promotion, no network by default."""
 
 import argparse
-import functools
 import gc
 import os
 from collections import Counter
@@ -68,29 +67,12 @@ def pytest_configure(config):
     if not config.getoption("--unchecked"):
         hook = install_import_hook("kvrt", "typechecker.check")
         config.add_cleanup(hook.uninstall)
-    _compute_exactly()
+    from tests.exact import compute_exactly  # late: the hook has to see its imports
+
+    compute_exactly()
     # XLA reads them when the first program is compiled.
     if not config.getoption("--as-shipped"):
         os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_NAMED])
-
-
-def _compute_exactly():
-    """Makes float32 the default of caches and weights in tests: most compare with exact numbers.
-
-    Users' defaults are half precision and int8, "auto". Tests of those say "auto", and those of a
-    process of their own have them.
-    """
-    from kvrt.config import CacheConfig  # late: the hook has to see the import
-    from kvrt_models import load
-
-    made = CacheConfig.__init__
-
-    def init(self, **chosen):
-        made(self, **{"type_k": "f32", "type_v": "f32", **chosen})
-
-    CacheConfig.__init__ = functools.wraps(made)(init)
-    for function in (load.load, load.open_model, load.describe_model):
-        function.__kwdefaults__["dtype"] = "f32"
 
 
 # The tests of the kernels are compiled where this names a GPU or TPU; all others want a CPU.

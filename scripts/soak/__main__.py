@@ -28,6 +28,7 @@ from pathlib import Path
 from absl import app, flags
 
 from scripts.soak import soaking, units
+from tests import exact
 
 _MINUTES = flags.DEFINE_float("minutes", 5.0, "How long to go on.", lower_bound=0.0)
 _SEED = flags.DEFINE_integer("seed", None, "What is drawn; 0 if not given.", lower_bound=0)
@@ -40,6 +41,7 @@ _SHIPPED = flags.DEFINE_boolean("shipped", True, "Programs are optimised, as use
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    exact.compute_exactly()
     try:
         options = soaking.Options(
             minutes=_MINUTES.value,
