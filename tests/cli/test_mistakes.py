@@ -187,7 +187,7 @@ def test_a_cache_larger_than_memory(tmp_path):
     # 512 cells x 2 layers x 1024 channels x 4 bytes, keys and values.
     assert of_cells([group], None, CacheConfig(n_ctx=512)).n_bytes == 8_388_608 + 512 * 24
     huge = CacheConfig(n_ctx=2**31 - 1)
-    with pytest.raises(BadConfig, match=r"a cache of 2147483647 cells needs .* lower -c"):
+    with pytest.raises(BadConfig, match=r"a cache of 2,147,483,647 cells needs .* lower -c"):
         startup.check_memory([group], huge)
 
 
