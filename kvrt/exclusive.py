@@ -211,10 +211,8 @@ def _guarded(method: Callable[..., Any], name: str, reads: bool) -> Callable[...
         try:
             with own_settings():
                 if any(isinstance(x, _NUMPYS) for x in (*args, *kwargs.values())):
-                    args, kwargs = (
-                        tuple(map(_plain, args)),
-                        {k: _plain(x) for k, x in kwargs.items()},
-                    )
+                    args = tuple(map(_plain, args))
+                    kwargs = {k: _plain(x) for k, x in kwargs.items()}
                 return method(self, *args, **kwargs)
         finally:
             if entered:
