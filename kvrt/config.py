@@ -322,6 +322,10 @@ class CacheConfig:
       attention: implementation, see `kvrt.attention.attend`; or one that was registered. "auto"
         lets a Runtime or an Engine take the kernel of its platform where a self-test finds it
         right, else "chunked"; their `config` and `stats` say which it was.
+      programs: "whole" is one program a step, "by_layer" several: one for runs of layers that are
+        alike, which compile and load in a fraction of the time. The numbers are the same up to
+        rounding. "auto" is by layer on CPU for models that tell their layers apart
+        (`kvrt.KindedDecoder`), else whole; the `config` of a Runtime or an Engine says which.
       defrag_threshold: empty part of the first n_kv cells above which the cache is packed before
         the next step, as llama.cpp did at 0.1; caches below 2,048 cells never are. 1 is off.
       self_extend: how far tokens share positions; None is off.
@@ -352,6 +356,7 @@ class CacheConfig:
     hadamard: bool = False
     rope: RopeMode = "write"
     attention: Literal["auto"] | Implementation | str = "auto"
+    programs: Literal["auto", "by_layer", "whole"] = "auto"
     defrag_threshold: float = 0.1
     self_extend: SelfExtend | None = None
     swa_full: bool = False
@@ -394,6 +399,10 @@ class CacheConfig:
             self.rope == "write" or not self.hadamard or not is_quantized,
             "hadamard transforms keys after RoPE, and with rope='read' RoPE comes last; use "
             "rope='write', or keys of a float type",
+        )
+        _check(
+            self.programs in ("auto", "by_layer", "whole"),
+            f"programs is {self.programs!r}; 'auto', 'by_layer' or 'whole'",
         )
         _check(self.n_rs_seq >= 0, f"n_rs_seq is {self.n_rs_seq}; it must not be negative")
         check_checkpoints(self)

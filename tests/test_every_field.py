@@ -199,7 +199,7 @@ NO_EFFECT = {
     CacheConfig: {
         "tiers and what is quantized with whom add it, see below": ("block_size",),
         WHERE: ("n_seq_max", "defrag_threshold"),
-        ROUNDING: ("n_ubatch", "attention"),
+        ROUNDING: ("n_ubatch", "attention", "programs"),
         BACK: (
             *("swa_full", "n_rs_seq", "n_checkpoints", "checkpoint_interval"),
             "checkpoint_bytes",
@@ -295,7 +295,13 @@ def test_fields_without_effect_leave_the_fingerprint_as_it_is():
     """Else sessions would be refused for what changes none of their values."""
     others = {
         **{"block_size": 64, "n_seq_max": 4, "defrag_threshold": 0.5, "n_ubatch": 64},
-        **{"attention": "reference", "swa_full": True, "n_rs_seq": 2, "n_checkpoints": 2},
+        **{
+            "attention": "reference",
+            "programs": "whole",
+            "swa_full": True,
+            "n_rs_seq": 2,
+            "n_checkpoints": 2,
+        },
         **{"checkpoint_interval": 64, "checkpoint_bytes": 1 << 20, "select": Quest(n_cells=80)},
     }
     assert set(others) == {x for names in NO_EFFECT[CacheConfig].values() for x in names}

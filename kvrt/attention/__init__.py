@@ -1,7 +1,14 @@
 """Attention over cached keys and values, by positions and owners."""
 
 from kvrt.attention.api import attend
-from kvrt.attention.contract import Attend, ChunkedStep, Decoder, LayeredDecoder, ShardedDecoder
+from kvrt.attention.contract import (
+    Attend,
+    ChunkedStep,
+    Decoder,
+    KindedDecoder,
+    LayeredDecoder,
+    ShardedDecoder,
+)
 from kvrt.attention.types import LayerAttention, LayerKV, TokenQKV
 from kvrt.attention.view import BlockView, SeqView
 
@@ -10,6 +17,7 @@ __all__ = [
     "BlockView",
     "ChunkedStep",
     "Decoder",
+    "KindedDecoder",
     "LayerAttention",
     "LayerKV",
     "LayeredDecoder",

@@ -5,7 +5,7 @@ recurrence of one token, and if it can that of many.
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from jax.sharding import PartitionSpec
@@ -185,6 +185,21 @@ class LayeredDecoder(Decoder, Protocol):
 
     def head(self, x: Float[Array, "R E"]) -> Float[Array, "R V"]:
         """Returns the logits of vectors of the residual stream."""
+        ...
+
+
+@runtime_checkable
+class KindedDecoder(LayeredDecoder, Protocol):
+    """A decoder that tells which layers are alike, so that one program serves all of a kind."""
+
+    def layer_kinds(self) -> Sequence[tuple[Hashable, ParamPath]]:
+        """Returns of each layer its kind, and the path that its parameters stand under.
+
+        Layers of equal kinds compute the same of the stream, of their own parameters and of what
+        `attend` gives: one traced with the parameters of another computes that one. The index of a
+        layer may be used for `attend` alone. Parameters under no path are those of `embed` and
+        `head`.
+        """
         ...
 
 

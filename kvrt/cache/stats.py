@@ -55,8 +55,11 @@ class Stats:
       n_defrag: defragmentations that moved a cell.
       n_bad_logits: times that logits with NaN, +inf or no finite value ended a generation.
       n_nan_scores: scores of a policy by score that were NaN; those tokens were evicted first.
-      n_compiles: programs compiled, or taken from JAX's persistent compilation cache.
-      n_from_disk: those of them that were taken from there.
+      programs: how a step is dispatched, "by_layer" or "whole", and why.
+      n_compiles: programs that are there: compiled, taken from JAX's persistent compilation cache,
+        or found in this process.
+      n_from_disk: those of them that were taken from that cache.
+      n_shared: those that an earlier Runtime or Engine has compiled.
       compile_s: time that took.
       cache_bytes: bytes of keys, values and states.
       attention: what computes attention, and why.
@@ -86,8 +89,10 @@ class Stats:
     n_defrag: int
     n_bad_logits: int = 0
     n_nan_scores: int = 0
+    programs: str = ""
     n_compiles: int
     n_from_disk: int
+    n_shared: int = 0
     compile_s: float
     cache_bytes: int
     attention: AttentionChoice
@@ -145,6 +150,8 @@ class Counts:
             n_nan_scores=programs.nan_scores.n,
             n_compiles=programs.n_compiles,
             n_from_disk=programs.n_from_disk,
+            n_shared=programs.n_shared,
+            programs=": ".join(device.dispatch),
             compile_s=programs.compile_s,
             cache_bytes=device.n_bytes,
             attention=device.attention,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvrt.program.decode_loop import LoopPlan, Sampled, decode_many
     from kvrt.program.layout import Layout, cell_layout
     from kvrt.program.mesh import Placement
-    from kvrt.program.programs import Program, Programs
+    from kvrt.program.programs import Program, ProgramKey, Programs
     from kvrt.program.sample import Sampler, sample_tokens
     from kvrt.program.step import Cache, StepSpec, create, forward
     from kvrt.sizes import Extent, StoreSpec
@@ -34,6 +34,7 @@ _HOMES = {
     "Placement": "program.mesh",
     "Places": "cells.slots",
     "Program": "program.programs",
+    "ProgramKey": "program.programs",
     "Programs": "program.programs",
     "Quantized": "store.quantized",
     "Sampled": "program.decode_loop",
@@ -63,6 +64,7 @@ __all__ = [
     "Placement",
     "Places",
     "Program",
+    "ProgramKey",
     "Programs",
     "Quantized",
     "Sampled",

@@ -152,6 +152,8 @@ def decode_many(
     def more(c: _Carry) -> Array:
         return (c.step < plan.n_steps) & ~jnp.all(c.ended)
 
+    plan = jax.tree.map(jnp.asarray, plan)
+
     def body(c: _Carry) -> _Carry:
         return _one(model, c, plan, spec, n_best)
 
@@ -160,28 +162,39 @@ def decode_many(
     return last.sampled, last.cache, last.sampler
 
 
-def _one(model: Any, c: _Carry, plan: LoopPlan, spec: StepSpec, n_best: int) -> _Carry:
-    s = c.token.shape[0]
-    batch = Batch(
-        tokens=c.token,
-        pos=jnp.asarray(plan.pos) + c.step,
+def batch_of(plan: LoopPlan, step: Any, tokens: AnyArray) -> Batch:
+    """What step `step` of a run takes, which is fed `tokens`; on host or device."""
+    return Batch(
+        tokens=tokens,
+        pos=plan.pos + step,
         seq_ids=plan.seq_ids,
-        places=tuple(
-            dataclasses.replace(p, slots=jnp.asarray(p.slots)[c.step]) for p in plan.places
-        ),
-        states=jax.tree.map(lambda x: jnp.asarray(x)[c.step], plan.states),
-        out_ids=jnp.arange(s, dtype=jnp.int32),
+        places=tuple(dataclasses.replace(p, slots=p.slots[step]) for p in plan.places),
+        states=jax.tree.map(lambda x: x[step], plan.states),
+        out_ids=np.arange(plan.shape[1], dtype=np.int32),
     )
-    logits, cache = forward(model, c.cache, batch, spec)
-    token, sampler = sample.sample_tokens(logits, c.sampler)
+
+
+def sampled_once(
+    logits: Float[Array, "S V"], sampler: sample.Sampler, n_best: int
+) -> tuple[Sampled, sample.Sampler]:
+    """What one step samples, and the sampler after it."""
+    tokens, sampler = sample.sample_tokens(logits, sampler)
     ids, best = sample.log_probs(logits, n_best)
+    found = Sampled(n_steps=jnp.int32(1), tokens=tokens[None], best_ids=ids[None], best=best[None])
+    return found, sampler
+
+
+def _one(model: Any, c: _Carry, plan: LoopPlan, spec: StepSpec, n_best: int) -> _Carry:
+    logits, cache = forward(model, c.cache, batch_of(plan, c.step, c.token), spec)
+    new, sampler = sampled_once(logits, c.sampler, n_best)
     sampled = dataclasses.replace(
         c.sampled,
         n_steps=c.step + 1,
-        tokens=c.sampled.tokens.at[c.step].set(token, mode="drop"),
-        best_ids=c.sampled.best_ids.at[c.step].set(ids, mode="drop"),
-        best=c.sampled.best.at[c.step].set(best, mode="drop"),
+        tokens=c.sampled.tokens.at[c.step].set(new.tokens[0], mode="drop"),
+        best_ids=c.sampled.best_ids.at[c.step].set(new.best_ids[0], mode="drop"),
+        best=c.sampled.best.at[c.step].set(new.best[0], mode="drop"),
     )
+    token = new.tokens[0]
     stops = jnp.any(token[:, None] == jnp.asarray(plan.stop_ids)[None], axis=1)
     return _Carry(
         step=c.step + 1,

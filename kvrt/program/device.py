@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvrt.arrays import Array, Bool
+from kvrt.arrays import Array, Bool, Float
 from kvrt.attention.choice import choose
 from kvrt.attention.choice.cases import cases_of
 from kvrt.attention.choice.decide import AttentionChoice, among_processes
@@ -18,6 +18,7 @@ from kvrt.attention.select.labels import label_bytes
 from kvrt.cells import Cells, lengthened
 from kvrt.cells.slots import Places, pad
 from kvrt.config import CacheConfig
+from kvrt.errors import BadConfig
 from kvrt.program import decode_loop, sample, step
 from kvrt.program.batch import Batch, bucket, prompt_batches
 from kvrt.program.copies.block_copies import block_copies
@@ -26,6 +27,7 @@ from kvrt.program.labels.arrays import check_labels, label_plan, n_labelled
 from kvrt.program.labels.indexed import check_index_reads
 from kvrt.program.labels.shift import shift
 from kvrt.program.labels.upkeep import LabelUpkeep
+from kvrt.program.layers.by_layer import StepByLayer, reason_for_whole
 from kvrt.program.layout import Layout, mixes_rotations
 from kvrt.program.mesh import Placement
 from kvrt.program.programs import ModelKind, Program, Programs
@@ -60,8 +62,11 @@ class Device:
         check_labels(self.layout, config, self._shards)
         check_index_reads(self.layout.groups, config, self._shards)
         self.attention = self._choice(model, config)
+        self.dispatch = dispatched(model, config, is_divided=place is not None)
         self.spec = spec = StepSpec(self.settled(config), self.layout, self._shards)
         self.programs = Programs(model, spec, place)
+        self._by_layer = StepByLayer(self.programs) if spec.config.programs == "by_layer" else None
+        self._begun: set[tuple[int, ...]] = set()
         plan = label_plan(self.layout, config)
         self.labels = plan and LabelUpkeep(plan, self.layout.stores)
         self._extents = [s.extent for s in self.layout.stores]
@@ -86,8 +91,9 @@ class Device:
 
     def settled(self, config: CacheConfig) -> CacheConfig:
         """The config that this cache was made from, with what "auto" was found to be."""
-        name = self.attention.implementation
-        return config if config.attention == name else dataclasses.replace(config, attention=name)
+        found = {"attention": self.attention.implementation, "programs": self.dispatch[0]}
+        is_settled = all(getattr(config, name) == x for name, x in found.items())
+        return config if is_settled else dataclasses.replace(config, **found)
 
     def free(self) -> None:
         """Releases the arrays; `n_bytes` stays as it was."""
@@ -108,11 +114,41 @@ class Device:
         """Runs a batch; its logits."""
         if self.labels:
             self._label(batch.places)
-        logits, self.cache = self.programs.run(self._forward(batch))
-        return logits
+        if self._by_layer is None:
+            logits, self.cache = self.programs.run(self._of_step(forward, (), batch))
+            return logits
+        rows = self._rows(batch)
+        if rows.shape[0] == 0:
+            return jnp.zeros((0, self.n_vocab), jnp.float32)
+        return self.programs.run(self._of_rows(head, (), rows))
 
-    def _forward(self, batch: Batch) -> Program:
-        return self._of_step(forward, (), batch)
+    def _rows(self, batch: Batch) -> Array:
+        """The residual stream behind the last layer, of tokens whose logits are wanted."""
+        assert self._by_layer is not None
+        self._begin(batch)
+        rows, cache = self._by_layer.rows(self.programs.run, self.cache, batch, self._keep)
+        self.cache = cache
+        return rows
+
+    def _keep(self, cache: Cache) -> None:
+        self._cache = cache
+
+    def _begin(self, batch: Batch) -> None:
+        """Compiles all programs of a batch's shapes before the first of them runs."""
+        shapes = tuple(x.shape for x in jax.tree.leaves(batch))
+        if shapes not in self._begun:
+            self.programs.compile_all(lambda begin: self._rows_ahead(begin, batch), _nothing)
+            self._begun.add(shapes)
+
+    def _rows_ahead(self, begin: Callable, batch: Batch) -> Any:
+        """The shape of `_rows`, whose programs are begun."""
+        assert self._by_layer is not None
+        return self._by_layer.rows(begin, self.cache, batch, _nothing)[0]
+
+    def _of_rows(self, run: Callable, static: tuple, rows: Any, *args: Any) -> Program:
+        """A program that takes parameters outside of layers and a stream, and whatever else."""
+        static = self.programs.kind, *static
+        return Program(run, static, (self.programs.rest, rows, *args), n_known=1)
 
     def _of_step(self, run: Callable, static: tuple, *args: Any) -> Program:
         """A program that takes parameters and the cache, and whatever else."""
@@ -126,6 +162,8 @@ class Device:
         """
         if self.labels:
             self._label(batch.places)
+        if self._by_layer is not None:
+            return self.programs.run(self._of_rows(head_serve, (), self._rows(batch), sampler))
         found = self.programs.run(self._of_step(serve, (), batch, sampler))
         tokens, logits, self.cache = found
         return tokens, logits
@@ -157,11 +195,12 @@ class Device:
         """Runs a plan of decode steps; what it sampled, and the sampler after it."""
         if self.labels:
             self._label(plan.places)
-        sampled, self.cache, sampler = self.programs.run(self._decode(plan, sampler, n_best))
-        return sampled, sampler
-
-    def _decode(self, plan: LoopPlan, sampler: Sampler, n_best: int) -> Program:
-        return self._of_step(decode, (n_best,), plan, sampler)
+        if self._by_layer is None or plan.shape[0] > 1:
+            wanted = self._of_step(decode_run, (n_best,), plan, sampler)
+            sampled, self.cache, sampler = self.programs.run(wanted)
+            return sampled, sampler
+        rows = self._rows(decode_loop.batch_of(plan, 0, plan.tokens))
+        return self.programs.run(self._of_rows(head_decode, (n_best,), rows, sampler))
 
     def verify(self, plan: Round, sampler: Sampler, n_best: int) -> tuple[Sampled, Sampler]:
         """Runs a round of drafts; what was sampled, and the sampler after it."""
@@ -199,22 +238,32 @@ class Device:
 
     # --- programs that will be needed ----------------------------------------------------------
 
-    def prompt_programs(self, n_tokens: int) -> list[Program]:
-        """The programs of a prompt of n_tokens."""
+    def begin_prompt(self, begin: Callable, n_tokens: int) -> None:
+        """Begins the programs of a prompt of n_tokens, see `Programs.compile_all`."""
         batches = prompt_batches(
             n_tokens, self.spec.config.n_ubatch, self._nowhere, skips=self.skips_unwanted
         )
-        return [self._forward(batch) for batch in batches]
+        for batch in batches:
+            if self._by_layer is None:
+                begin(self._of_step(forward, (), batch))
+                continue
+            rows = self._rows_ahead(begin, batch)
+            if rows.shape[0]:
+                begin(self._of_rows(head, (), rows))
 
     def sample_program(self, sampler: Sampler, n_best: int) -> Program:
         """The program of `sample` for one sequence."""
         logits = jax.ShapeDtypeStruct((1, self.n_vocab), np.float32)
         return sample.first_token_program(logits, sampler, n_best)
 
-    def decode_program(self, loop: LoopSpec, sampler: Sampler) -> Program:
-        """The program of `decode` for one sequence."""
+    def begin_decode(self, begin: Callable, loop: LoopSpec, sampler: Sampler) -> None:
+        """Begins the programs of `decode` for one sequence, see `Programs.compile_all`."""
         plan = decode_loop.plan_run((0, 0), 0, self._nowhere(loop.stride), loop.stop_ids, 1)
-        return self._decode(plan, sampler, loop.n_best)
+        if self._by_layer is None or loop.stride > 1:
+            begin(self._of_step(decode_run, (loop.n_best,), plan, sampler))
+            return
+        rows = self._rows_ahead(begin, decode_loop.batch_of(plan, 0, plan.tokens))
+        begin(self._of_rows(head_decode, (loop.n_best,), rows, sampler))
 
     def empty_round(self, size: int, stop_ids: Sequence[int]) -> Round:
         """A round of `size` tokens as programs are compiled for, which is written nowhere."""
@@ -366,6 +415,28 @@ class Device:
         return pad(ids, size, none)
 
 
+def dispatched(model: Decoder, config: CacheConfig, *, is_divided: bool) -> tuple[str, str]:
+    """How a step is dispatched, "whole" or "by_layer", and why.
+
+    Raises:
+      BadConfig: by layer was asked for, and the model does not tell its layers apart.
+    """
+    wanted, why = config.programs, reason_for_whole(model)
+    if wanted == "by_layer" and why:
+        raise BadConfig(f"programs='by_layer': {why}; use 'whole'")
+    if wanted != "auto":
+        return wanted, "as asked for"
+    if why:
+        return "whole", why
+    if is_divided or jax.default_backend() != "cpu":
+        return "whole", "a dispatch costs more than compiling here"
+    return "by_layer", "a CPU compiles longer than it dispatches"
+
+
+def _nothing(_: Any) -> None:
+    pass
+
+
 # --- what is compiled -----------------------------------------------------------------------------
 
 
@@ -383,13 +454,33 @@ def serve(
     return tokens, logits, cache
 
 
+def head(kind: ModelKind, rest: tuple, rows: Float[Array, "R E"]) -> Float[Array, "R V"]:
+    """Logits of a stream."""
+    return kind.outer(rest).head(rows)
+
+
+def head_serve(
+    kind: ModelKind, rest: tuple, rows: Float[Array, "R E"], sampler: Sampler
+) -> tuple[Array, Array]:
+    """A token for each row of a stream, and its logits."""
+    logits = head(kind, rest, rows)
+    return sample.sample_tokens(logits, sampler)[0], logits
+
+
+def head_decode(
+    kind: ModelKind, n_best: int, rest: tuple, rows: Float[Array, "S E"], sampler: Sampler
+) -> tuple[Sampled, Sampler]:
+    """What a step of decode samples from a stream."""
+    return decode_loop.sampled_once(head(kind, rest, rows), sampler, n_best)
+
+
 def sampled(tokens: Array, source: Array) -> Array:
     """Sampled tokens as the input of another batch."""
     # Where no token could be sampled any one will do, for the sequence ends there.
     return jnp.maximum(tokens[source], 0)
 
 
-def decode(
+def decode_run(
     kind: ModelKind, n_best: int, params: tuple, cache: Cache, plan: LoopPlan, sampler: Sampler
 ) -> tuple[Sampled, Cache, Sampler]:
     """A run of steps."""

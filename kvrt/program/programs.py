@@ -23,20 +23,21 @@ from flax import nnx
 
 from kvrt.arrays import AnyArray
 from kvrt.attention import registry
-from kvrt.attention.contract import Decoder
+from kvrt.attention.contract import Decoder, KindedDecoder
 from kvrt.errors import BadConfig
 from kvrt.program.disk_hits import CompileProgress, DiskHits
 from kvrt.program.labels.arrays import check_weights
 from kvrt.program.mesh import Placement
 from kvrt.program.step import NanScores, StepSpec
-from kvrt.program.weights import param_shardings
+from kvrt.program.weights import param_path, param_shardings
 from kvrt.select_spec import DoubleSparsity
 
+# In the place of parameters that a program does not use.
+_NOT_GIVEN = np.zeros(0, np.int8)
 # Programs that a process keeps beside those of its Runtimes and Engines, the newest used.
 _MOST = 256
-_Made = tuple[jax.stages.Compiled, int]
 _lock = threading.Lock()
-_made: OrderedDict[Hashable, Future[_Made]] = OrderedDict()
+_made: OrderedDict[Hashable, "_Made"] = OrderedDict()
 _kinds: weakref.WeakValueDictionary[Hashable, "ModelKind"] = weakref.WeakValueDictionary()
 
 
@@ -44,22 +45,85 @@ class ModelKind:
     """A model without its weights, and the cache that it runs on.
 
     Equal ones are the same object (`kind_of`): a step compares them by identity. `spec` has
-    defaults where a field changes no program.
+    defaults where a field changes no program; `layers` are of a model that tells its layers apart.
     """
 
-    def __init__(self, graph: Any, tree: Any, spec: StepSpec):
+    def __init__(self, graph: Any, tree: Any, spec: StepSpec, layers: "LayerParams | None"):
         """Takes the graph of a model, and the tree of its parameters."""
-        self._graph, self._tree, self.spec = graph, tree, spec
+        self._graph, self._tree, self.spec, self.layers = graph, tree, spec, layers
 
     def model(self, params: tuple) -> Any:
         """The model of some parameters, for functions that are traced."""
         return nnx.merge(self._graph, jax.tree.unflatten(self._tree, params))
 
+    def outer(self, params: tuple) -> KindedDecoder:
+        """A model that can embed tokens and give logits: of its parameters outside of layers."""
+        assert self.layers is not None
+        return self._of_some(params, self.layers.rest)
 
-def kind_of(graph: Any, params: Any, spec: StepSpec, where: Hashable) -> ModelKind:
+    def inner(self, params: tuple, layers: range) -> KindedDecoder:
+        """A model that can run some layers, whose parameters are given."""
+        assert self.layers is not None
+        return self._of_some(params, self.layers.of(layers))
+
+    def _of_some(self, params: tuple, which: Sequence[int]) -> Any:
+        found: list[Any] = [_NOT_GIVEN] * self._tree.num_leaves
+        for i, x in zip(which, params, strict=True):
+            found[i] = x
+        return self.model(tuple(found))
+
+
+# Calls what it is given with programs, and gets the shapes of their results.
+Wanted = Callable[[Callable[["Program"], Any]], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerParams:
+    """Which of a model's parameters, by number, are of which layer.
+
+    Attributes:
+      kinds: by layer, what its program follows from beside the arrays that it keeps.
+      by_layer: by layer, its parameters.
+      rest: parameters of no layer.
+    """
+
+    kinds: tuple[Hashable, ...]
+    by_layer: tuple[tuple[int, ...], ...]
+    rest: tuple[int, ...]
+
+    def of(self, layers: range) -> list[int]:
+        """Parameters of some layers, in their order."""
+        return [i for layer in layers for i in self.by_layer[layer]]
+
+
+def layer_params(model: KindedDecoder, params: Any) -> LayerParams:
+    """Parameters by layer, as a model says."""
+    said, leaves = model.layer_kinds(), jax.tree.leaves_with_path(params)
+    by_path = {path: i for i, (_, path) in enumerate(said)}
+    depths = sorted({len(path) for path in by_path})
+    mine: list[list[int]] = [[] for _ in said]
+    shapes: list[list[Hashable]] = [[] for _ in said]
+    rest = []
+    for n, (keys, x) in enumerate(leaves):
+        path = param_path(keys)
+        layer = next((by_path[path[:d]] for d in depths if path[:d] in by_path), None)
+        if layer is None:
+            rest.append(n)
+            continue
+        mine[layer].append(n)
+        behind = jax.tree_util.keystr(keys[len(said[layer][1]) :])
+        shapes[layer].append((behind, x.shape, x.dtype))
+    kinds = (((kind, tuple(of))) for (kind, _), of in zip(said, shapes, strict=True))
+    return LayerParams(tuple(kinds), tuple(map(tuple, mine)), tuple(rest))
+
+
+def kind_of(
+    graph: Any, params: Any, spec: StepSpec, where: Hashable, layers: LayerParams | None
+) -> ModelKind:
     """The kind of a model and a cache, `where` its arrays lie."""
     config = dataclasses.replace(
         spec.config,
+        programs="whole",
         defrag_threshold=0.0,
         n_checkpoints=0,
         checkpoint_interval=None,
@@ -68,19 +132,26 @@ def kind_of(graph: Any, params: Any, spec: StepSpec, where: Hashable) -> ModelKi
     leaves, tree = jax.tree.flatten(params)
     spec = dataclasses.replace(spec, config=config)
     made = registry.IMPLEMENTATIONS[config.attention]
-    key = graph, tree, tuple((x.shape, x.dtype) for x in leaves), spec, where, made
+    key = graph, tree, tuple((x.shape, x.dtype) for x in leaves), spec, where, made, layers
     try:
         with _lock:
-            return _kinds.setdefault(key, ModelKind(graph, tree, spec))
+            return _kinds.setdefault(key, ModelKind(graph, tree, spec, layers))
     except TypeError:
         # A model with fields that cannot be compared shares its programs with no other.
-        return ModelKind(graph, tree, spec)
+        return ModelKind(graph, tree, spec, layers)
 
 
 def forget() -> None:
     """Forgets programs, but for those that a Runtime or an Engine has."""
     with _lock:
         _made.clear()
+
+
+class _Made(NamedTuple):
+    """A program that is there or on its way, with 1 if it came from the disk; and its results."""
+
+    compiled: Future[tuple[jax.stages.Compiled, int]]
+    outputs: Any
 
 
 class ProgramKey(NamedTuple):
@@ -137,11 +208,15 @@ class Programs:
         # A flat tuple: flattening nnx's nested state anew would cost every step a millisecond.
         self._shardings = param_shardings(model, params, place.shards.mesh) if place else ()
         self.params = self._placed(params)
+        self._some: dict[tuple[int, int], tuple] = {}
         self._where = self._shardings or _device(self.params)
-        self.kind = kind_of(graph, params, spec, self._where)
+        layers = layer_params(model, params) if isinstance(model, KindedDecoder) else None
+        self.kind = kind_of(graph, params, spec, self._where, layers)
         self._compiled: dict[ProgramKey, jax.stages.Compiled] = {}
         # Those on their way, and whether they are compiled for these programs.
-        self._pending: dict[ProgramKey, tuple[Future[_Made], bool]] = {}
+        self._pending: dict[ProgramKey, tuple[_Made, bool]] = {}
+        # Shapes of results, by program.
+        self._outputs: dict[ProgramKey, Any] = {}
         self.compile_s, self.n_from_disk, self.n_shared = 0.0, 0, 0
         self._digest, self.nan_scores = "", NanScores()
         self._check_weights()
@@ -172,6 +247,7 @@ class Programs:
         if tree != self._tree or shapes != [(x.shape, x.dtype) for x in self.params]:
             raise BadConfig("the model to bind has other parameters; make a new Runtime for it")
         self.params, self._digest = self._placed(params), ""
+        self._some.clear()
         self._check_weights()
 
     @property
@@ -193,34 +269,37 @@ class Programs:
             self._digest = hashed.hexdigest()
         return self._digest
 
-    def compile_all(
-        self,
-        now: Sequence[Program],
-        later: Sequence[Program],
-        progress: CompileProgress | None = None,
-    ) -> None:
+    def compile_all(self, now: Wanted, later: Wanted, progress: CompileProgress | None = None):
         """Compiles programs, those for `later` in the background; what calls one waits for it.
 
         Tracing holds the interpreter and compiling does not, so each is traced while those before
         it are compiled. They follow one another: side by side the first would be late.
 
         Args:
-          now: programs that are there on return.
-          later: programs that may come after it.
+          now: names programs that are there on return. It calls what it is given with each, which
+            returns the shapes of its results.
+          later: names programs that may come after it.
           progress: called at the beginning and after each of `now`, in this thread; counts those
             for `later` as well.
         """
-        start, wanted = time.perf_counter(), {x.key: x for x in (*now, *later)}
-        there = {*self._compiled, *self._pending}
-        new = {key: x for key, x in wanted.items() if key not in there}
-        n_all = len(there) + len(new)
+        start, worker, wanted = time.perf_counter(), ThreadPoolExecutor(1), list[ProgramKey]()
+
+        def begin(program: Program) -> Any:
+            key = program.key
+            wanted.append(key)
+            if key not in self._compiled and key not in self._pending:
+                self._pending[key] = made, _ = self._on_its_way(key, program, worker)
+                self._outputs[key] = made.outputs
+            return self._outputs[key]
+
+        now(begin)
+        awaited = list(dict.fromkeys(wanted))
+        later(begin)
+        worker.shutdown(wait=False)
+        n_all = len(self._compiled) + len(self._pending)
         if progress:
             progress(len(self._compiled), n_all, self.n_from_disk)
-        worker = ThreadPoolExecutor(1)
-        for key, x in new.items():
-            self._pending[key] = self._on_its_way(key, x, worker)
-        worker.shutdown(wait=False)
-        self._await([x.key for x in now if x.key not in self._compiled], n_all, progress)
+        self._await([x for x in awaited if x not in self._compiled], n_all, progress)
         self.compile_s += time.perf_counter() - start
 
     @property
@@ -243,9 +322,24 @@ class Programs:
         key = program.key
         compiled = self._compiled.get(key)
         if compiled is None:
-            self.compile_all([program], [])
+            self.compile_all(lambda begin: begin(program), lambda _: None)
             compiled = self._compiled[key]
         return compiled(*program.args)
+
+    @property
+    def rest(self) -> tuple:
+        """Parameters of no layer."""
+        return self.params_of(0, 0)
+
+    def params_of(self, first: int, last: int) -> tuple:
+        """Parameters of layers [first, last), or those of no layer where there are none."""
+        found = self._some.get((first, last))
+        if found is None:
+            layers = self.kind.layers
+            assert layers is not None, "the model does not tell its layers apart"
+            which = layers.of(range(first, last)) if last else layers.rest
+            found = self._some[first, last] = tuple(self.params[i] for i in which)
+        return found
 
     def _check_weights(self) -> None:
         """Refuses heavy channels of other weights, as soon as there are weights."""
@@ -273,53 +367,49 @@ class Programs:
 
     def _take(self, key: ProgramKey) -> None:
         """Waits for a program on its way."""
-        future, is_own = self._pending.pop(key)
-        program, n_from_disk = future.result()
-        self._compiled[key] = program
+        made, is_own = self._pending.pop(key)
+        self._compiled[key], n_from_disk = made.compiled.result()
         self.n_from_disk += n_from_disk * is_own
         self.n_shared += not is_own
 
     def _on_its_way(
         self, key: ProgramKey, program: Program, worker: ThreadPoolExecutor
-    ) -> tuple[Future[_Made], bool]:
+    ) -> tuple[_Made, bool]:
         """A program that somebody has, or compiles; and whether it is `worker` for this call."""
         whole = key, self._where
         with _lock:
-            future = _made.get(whole)
-            if future is not None:
+            found = _made.get(whole)
+            if found is not None:
                 _made.move_to_end(whole)
-                return future, False
-            future = _made[whole] = Future[_Made]()
+                return found, False
+        traced = self._traced(program)
+        with _lock:
+            # Another thread may have traced it meanwhile.
+            made = _Made(Future(), traced.out_info)
+            found = _made.setdefault(whole, made)
             while len(_made) > _MOST:
                 _made.popitem(last=False)
-        try:
-            worker.submit(_compile, self._lowered(program), future, whole)
-        except BaseException as error:
-            _failed(future, whole, error)
-            raise
-        return future, True
+        if found is made:
+            worker.submit(_compile, traced.lower(), made.compiled, whole)
+        return found, found is made
 
-    def _lowered(self, program: Program) -> jax.stages.Lowered:
+    def _traced(self, program: Program) -> jax.stages.Traced:
         run, place = functools.partial(program.run, *program.static), self._place
         if place:
-            return place.jit(run, program.donate, program.args).lower(*program.args)
-        return jax.jit(run, donate_argnums=program.donate).lower(*program.args)
+            return place.jit(run, program.donate, program.args).trace(*program.args)
+        return jax.jit(run, donate_argnums=program.donate).trace(*program.args)
 
 
-def _compile(lowered: jax.stages.Lowered, future: Future[_Made], whole: Hashable) -> None:
+def _compile(lowered: jax.stages.Lowered, future: Future, whole: Hashable) -> None:
     """Compiles a program, and notes whether it came from the disk."""
     try:
         with DiskHits() as hits:
             future.set_result((lowered.compile(), hits.n))
     except BaseException as error:
-        _failed(future, whole, error)
-
-
-def _failed(future: Future[_Made], whole: Hashable, error: BaseException) -> None:
-    """Who waits for the program gets the error, and who wants it later tries again."""
-    with _lock:
-        _made.pop(whole, None)
-    future.set_exception(error)
+        # Who waits for the program gets the error, and who wants it later tries again.
+        with _lock:
+            _made.pop(whole, None)
+        future.set_exception(error)
 
 
 def _device(params: tuple) -> Hashable:

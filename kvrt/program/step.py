@@ -175,43 +175,91 @@ def step(
     run: Callable[[Array, StepAttention], Result], cache: Cache, batch: Batch, spec: StepSpec
 ) -> tuple[Result, Cache]:
     """As `forward`, with any function in the model's place; only layers that it calls write."""
-    layout, shards, cells = spec.layout, spec.shards, list(cache.cells)
-    groups = list(zip(layout.groups, layout.store_of, layout.buffers, batch.places, strict=True))
-    for _, i, _, places in groups:
+    cache = dataclasses.replace(cache, cells=vacated(cache.cells, batch, spec))
+    attention = opened(cache, batch, spec)
+    tokens = jnp.asarray(batch.tokens)
+    result = run(spec.shards.constrain(tokens, None) if spec.shards else tokens, attention)
+    cells = placed(cache.cells, batch, spec, attention.kept)
+    done = _last_of(result, attention)
+    after = written(dataclasses.replace(cache, cells=cells), attention, batch, spec, done)
+    return result, after
+
+
+def vacated(cells: Sequence[Cells], batch: Batch, spec: StepSpec) -> tuple[Cells, ...]:
+    """Cells without what blocks held that are given to a sequence anew."""
+    layout, found = spec.layout, list(cells)
+    for i, places in zip(layout.store_of, batch.places, strict=True):
         if places.fresh is not None:
-            cells[i] = vacate(cells[i], places.fresh, layout.stores[i].extent.block_size)
-    views = [_views(layout.stores[i], cells[i], batch, places) for _, i, _, places in groups]
+            found[i] = vacate(found[i], places.fresh, layout.stores[i].extent.block_size)
+    return tuple(found)
+
+
+def placed(
+    cells: Sequence[Cells], batch: Batch, spec: StepSpec, kept: Callable | None = None
+) -> tuple[Cells, ...]:
+    """Cells with the tokens of a step; `kept` as in `StepAttention`."""
+    found = list(cells)
+    for i, places in zip(spec.layout.store_of, batch.places, strict=True):
+        slots = places.slots if kept is None else kept(places.slots)
+        found[i] = place(found[i], slots, batch.pos, batch.seq_ids)
+    return tuple(found)
+
+
+def opened(cache: Cache, batch: Batch, spec: StepSpec) -> StepAttention:
+    """What the layers of a layout call in a step, over cells as they were before it."""
+    layout, shards = spec.layout, spec.shards
+    groups = list(zip(layout.store_of, layout.buffers, batch.places, strict=True))
+    views = [_views(layout.stores[i], cache.cells[i], batch, places) for i, _, places in groups]
     if shards:
         views = [[view.shard_view(shards, x) for x in of_group] for of_group in views]
     recurrent_layers = layout.recurrent.layers if layout.recurrent else ()
     held = dict(zip(recurrent_layers, cache.states.tables if cache.states else (), strict=True))
-    parts = [kv_store.part(cache.stores[i], buffers) for _, i, buffers, _ in groups]
+    parts = [kv_store.part(cache.stores[i], buffers) for i, buffers, _ in groups]
     attention = step_attention(parts, views, layout.groups, spec.config, held, batch.states)
     plan = label_plan(layout, spec.config) if spec.config.select else None
     if plan is not None:
         attention.read_sparsely(_by_layer(plan, cache.labels or ()), plan.select)
     if layout.scored:
         attention = scored_step(attention, layout.scored, batch.pos, spec.config)
-    tokens = jnp.asarray(batch.tokens)
-    result = run(shards.constrain(tokens, None) if shards else tokens, attention)
-    stores, done = list(cache.stores), _last_of(result, attention)
+    return attention
+
+
+def written(
+    cache: Cache,
+    attention: StepAttention,
+    batch: Batch,
+    spec: StepSpec,
+    done: Float[Array, "..."],
+) -> Cache:
+    """The cache with keys, values and states of the layers that ran.
+
+    Args:
+      cache: whose cells have the tokens of the step already.
+      attention: what the layers called, over the cells before it.
+      batch: the step's tokens.
+      spec: of the cache.
+      done: a result of the step, which is written after it.
+    """
+    layout, shards, stores = spec.layout, spec.shards, list(cache.stores)
+    groups = zip(layout.groups, layout.store_of, layout.buffers, batch.places, strict=True)
     for group, i, buffers, places in groups:
         slots = places.slots if attention.kept is None else attention.kept(places.slots)
         ran = [x for x in group.layers if x in attention.k_new]
-        written = [b for b, x in zip(buffers, group.layers, strict=True) if x in ran]
+        mine = [b for b, x in zip(buffers, group.layers, strict=True) if x in ran]
         if ran:
             new = ([of[x] for x in ran] for of in (attention.k_new, attention.v_new))
             write = functools.partial(sharded.write_kv, shards) if shards else kv_store.write_kv
-            part = write(kv_store.part(stores[i], written), _after(done, slots), *new)
-            stores[i] = kv_store.with_part(stores[i], written, part)
-        cells[i] = place(cells[i], slots, batch.pos, batch.seq_ids)
+            part = write(kv_store.part(stores[i], mine), _after(done, slots), *new)
+            stores[i] = kv_store.with_part(stores[i], mine, part)
+    recurrent_layers = layout.recurrent.layers if layout.recurrent else ()
     advanced = tuple(attention.states[i] for i in recurrent_layers)
     states = cache.states and recurrent.StateStore(tables=advanced)
-    after = Cache(stores=tuple(stores), cells=tuple(cells), states=states, labels=cache.labels)
+    after = dataclasses.replace(cache, stores=tuple(stores), states=states)
     if isinstance(attention, ScoredStep):
         n_nan = jnp.asarray(cache.nan_scores) + attention.n_nan_scores
         after = dataclasses.replace(after, nan_scores=n_nan)
-    return result, after if plan is None else _labelled(plan, after, batch, spec)
+    plan = label_plan(layout, spec.config) if spec.config.select else None
+    return after if plan is None else _labelled(plan, after, batch, spec)
 
 
 def _labelled(plan: LabelPlan, cache: Cache, batch: Batch, spec: StepSpec) -> Cache:

@@ -20,7 +20,7 @@ def param_shardings(model: Any, params: Any, mesh: Mesh) -> tuple[NamedSharding,
     Raises:
       BadConfig: the model names a parameter or an axis that there is not.
     """
-    shapes = {_path(keys): x.shape for keys, x in jax.tree.leaves_with_path(params)}
+    shapes = {param_path(keys): x.shape for keys, x in jax.tree.leaves_with_path(params)}
     if isinstance(model, ShardedDecoder):
         specs = _checked(model, shapes, mesh)
     else:
@@ -80,6 +80,6 @@ def _size(axes: Any, mesh: Mesh) -> int | None:
     return math.prod(mesh.shape[name] for name in names)
 
 
-def _path(keys: tuple) -> ParamPath:
+def param_path(keys: tuple) -> ParamPath:
     """A parameter's path in its module; behind it come the fields of nnx's own variable."""
     return tuple(k.key for k in keys if isinstance(k, jax.tree_util.DictKey))

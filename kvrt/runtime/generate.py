@@ -2,7 +2,8 @@
 
 import dataclasses
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from typing import Any
 
 import numpy as np
 
@@ -137,15 +138,20 @@ def prepare(
     """
     if asked and asked.speculation is not None:
         _check(device, asked.speculation)
-    now, later = device.prompt_programs(n_tokens), list[Program]()
-    if asked:
-        sampler, n_first = sample.create(asked.sampling, [[]]), 0 if asked.after else 1
-        if n_first and asked.n_predict != 0:
-            now.append(device.sample_program(sampler, asked.n_best))
-        if asked.n_predict is None or asked.n_predict > n_first:
-            later.append(device.decode_program(asked._loop, sampler))
+    sampler = sample.create(asked.sampling, [[]]) if asked else None
+    n_first = 0 if asked and asked.after else 1
+
+    def now(begin: Callable[[Program], Any]) -> None:
+        device.begin_prompt(begin, n_tokens)
+        if asked and sampler and n_first and asked.n_predict != 0:
+            begin(device.sample_program(sampler, asked.n_best))
+
+    def later(begin: Callable[[Program], Any]) -> None:
+        if asked and sampler and (asked.n_predict is None or asked.n_predict > n_first):
+            device.begin_decode(begin, asked._loop, sampler)
             if asked.speculation is not None:
-                later.append(_round_program(device, asked.speculation, asked, sampler))
+                begin(_round_program(device, asked.speculation, asked, sampler))
+
     device.programs.compile_all(now, later, progress)
 
 

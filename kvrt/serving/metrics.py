@@ -99,8 +99,10 @@ class EngineStats:
       checkpoints: of windows and states; None where none are kept.
       tiers: beyond the device, by name.
       residency: how long blocks stay, as histograms by name; empty where nobody follows that.
-      n_compiles: programs compiled, or taken from JAX's persistent compilation cache.
-      n_from_disk: those of them that were taken from there.
+      programs: as in `kvrt.Stats`, as what follows.
+      n_compiles: programs that are there.
+      n_from_disk: those of them that were taken from JAX's persistent compilation cache.
+      n_shared: those that an earlier Runtime or Engine has compiled.
       compile_s: time that took.
       cache_bytes: bytes of all cached keys, values and states.
       attention: what computes attention, and why; None if nobody says.
@@ -126,8 +128,10 @@ class EngineStats:
     checkpoints: CheckpointUse | None = None
     tiers: Mapping[str, TierUse] = dataclasses.field(default_factory=dict)
     residency: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    programs: str = ""
     n_compiles: int = 0
     n_from_disk: int = 0
+    n_shared: int = 0
     compile_s: float = 0.0
     cache_bytes: int = 0
     attention: AttentionChoice | None = None
@@ -160,6 +164,8 @@ def device_counts(device: Device) -> dict[str, Any]:
     return {
         "n_compiles": device.programs.n_compiles,
         "n_from_disk": device.programs.n_from_disk,
+        "n_shared": device.programs.n_shared,
+        "programs": ": ".join(device.dispatch),
         "compile_s": device.programs.compile_s,
         "n_nan_scores": device.programs.nan_scores.n,
         "cache_bytes": device.n_bytes,

@@ -1,6 +1,6 @@
 """One decoder for every family that a `DecoderSpec` describes; it never sees a cache."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -203,6 +203,21 @@ class Decoder(nnx.Module):
     def n_vocab(self) -> int:
         """Logits a token."""
         return self.spec.n_vocab
+
+    def layer_kinds(self) -> list[tuple[Hashable, ParamPath]]:
+        """Which layers are alike; see `kvrt.attention.contract.KindedDecoder`."""
+        return [(self._kind(i), ("blocks", i)) for i in range(self.spec.n_layers)]
+
+    def _kind(self, layer: int) -> Hashable:
+        spec = self.spec
+        if spec.layer_inputs:
+            return layer  # which of the inputs are a layer's own follows from its index
+        has_experts = spec.experts is not None and layer in spec.experts.layers
+        if spec.is_recurrent(layer):
+            return "recurrent", has_experts
+        group, is_producer = spec.groups.index(spec.group_of(layer)), layer in spec.producers
+        reads = spec.reads(layer), layer in spec.v_of_k
+        return group, spec.n_heads_of(layer), is_producer, reads, has_experts
 
     def shardings(self) -> dict[ParamPath, PartitionSpec]:
         """How a mesh divides the weights; see `kvrt.attention.contract.ShardedDecoder`."""

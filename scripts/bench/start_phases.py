@@ -30,7 +30,7 @@ def run() -> None:
     end("other imports")
     _timed(prompt_run, "open_with_status", end, "header and tokenizer")
     _timed(prompt_run, "open_runtime", end, "empty cache")
-    _timed(Programs, "_lowered", end, "trace of the prompt's step")
+    _timed(Programs, "_traced", end, "trace of the prompt's step")
     _timed(Programs, "compile_all", end, "load of programs, other traces behind it")
     _timed(prompt_run, "compile_programs", end, "weights that are not there yet")
     _timed(Stepper, "append", end, "prompt")

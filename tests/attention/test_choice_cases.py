@@ -65,11 +65,11 @@ def test_without_a_kernel_a_default_cache_has_the_programs_of_xla():
     )
     assert CacheConfig().attention == "auto"
     assert default.programs.spec == named.programs.spec and default.config == named.config
-    texts = [
-        [r.programs._lowered(p).as_text() for p in r._cache.device.prompt_programs(8)]
-        for r in (default, named)
-    ]
-    assert texts[0] == texts[1] and len(texts[0][0]) > 1000
+    texts = []
+    for r in (default, named):
+        r.append([1])
+        texts += [p.as_text() for p in r.programs.compiled().values()]
+    assert texts[0] == texts[1] and len(texts[0]) > 1000
     found = [str(r.stats().attention) for r in (default, named)]
     assert found == ["chunked: no kernel for cpu", "chunked: named"]
 

@@ -60,14 +60,13 @@ def decode_program(of: Described) -> jax.stages.Compiled:
     """The decode step as a `Runtime` compiles it."""
     device = _runtime(of, 16)._cache.device
     sampler = sample.create(Sampling(), [[]])
-    return _compiled(device, device.decode_program(LoopSpec(), sampler))
+    return _compiled(device, lambda begin: device.begin_decode(begin, LoopSpec(), sampler))
 
 
 def prompt_program(of: Described, n_tokens: int) -> jax.stages.Compiled:
     """A step of so many tokens of a prompt."""
     device = _runtime(of, n_tokens)._cache.device
-    (program,) = device.prompt_programs(n_tokens)
-    return _compiled(device, program)
+    return _compiled(device, lambda begin: device.begin_prompt(begin, n_tokens))
 
 
 def smallest_product(of: Described) -> int:
@@ -84,13 +83,14 @@ def matrices(of: Described) -> list[Int8Matrix]:
 
 def _runtime(of: Described, n_ubatch: int) -> Runtime:
     sizes = {"n_ctx": 2 * n_ubatch, "block_size": 16, "n_ubatch": n_ubatch}
-    types = {"type_k": "f32", "type_v": "f32"}
+    types = {"type_k": "f32", "type_v": "f32", "programs": "whole"}
     return Runtime(Decoder(of.spec, of.weights), CacheConfig(**sizes, **types))
 
 
-def _compiled(device, program) -> jax.stages.Compiled:
-    device.programs.compile_all([program], [])
-    return device.programs.compiled()[program.key]
+def _compiled(device, wanted) -> jax.stages.Compiled:
+    device.programs.compile_all(wanted, lambda _: None)
+    (program,) = device.programs.compiled().values()
+    return program
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ def test_a_mesh_of_one_device_gives_the_same():
 
 def test_both_keep_the_configuration_that_they_were_given():
     config = CacheConfig(n_ctx=16, block_size=4, n_ubatch=8)
-    named = dataclasses.replace(config, attention="chunked")
+    named = dataclasses.replace(config, attention="chunked", programs="whole")
     for kind in (Runtime, Engine):
         assert kind(RowModel(), named, mesh=MeshSpec()).config is named
         # What was left open is settled.

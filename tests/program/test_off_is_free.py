@@ -25,7 +25,7 @@ def lowered(monkeypatch):
     """Programs are lowered and not run."""
 
     def run(programs, program):
-        raise Stopped(program.key, programs._lowered(program).as_text())
+        raise Stopped(program.key, programs._traced(program).lower().as_text())
 
     monkeypatch.setattr(Programs, "run", run)
 

@@ -113,7 +113,9 @@ def test_only_what_will_run_is_compiled_ahead(monkeypatch, n_predict, after, exp
     runtime = Runtime(ToyLm(n_layers=1), CacheConfig(n_ctx=64, block_size=16, n_ubatch=32))
     found = []
     monkeypatch.setattr(
-        runtime.programs, "compile_all", lambda now, later, _: found.extend([*now, *later])
+        runtime.programs,
+        "compile_all",
+        lambda now, later, _: (now(found.append), later(found.append)),
     )
     request = GenerationSpec(
         n_predict=n_predict,

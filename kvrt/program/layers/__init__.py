@@ -1,0 +1,1 @@
+"""A step in several programs, of which equal layers share one."""

@@ -1,0 +1,303 @@
+"""A step as several programs: `embed`, runs of layers, `finish`, and a head; see `runs.py`.
+
+Each run attends to old cells and to the step's own tokens and then writes its arrays, which it is
+given by donation. Cells change before the first run (those of blocks that are given out anew) and
+after the last.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from kvrt.arrays import Array, Float, Int32, state
+from kvrt.attention.contract import KindedDecoder
+from kvrt.cells import Cells
+from kvrt.program import step
+from kvrt.program.batch import Batch
+from kvrt.program.layers.runs import LayerRun, LayersPart, exit_layer, layer_runs, part_of
+from kvrt.program.programs import ModelKind, Program, Programs
+from kvrt.program.step import Cache, StepSpec
+from kvrt.store import kv as kv_store
+from kvrt.store.kv import KVStore
+from kvrt.store.recurrent import StateStore
+
+# Begins a program or runs it: its results, or their shapes.
+Call = Callable[[Program], Any]
+
+
+@state
+class Stream:
+    """What goes from one run of layers to the next.
+
+    Attributes:
+      x: the residual stream, of some tokens behind the last layer that keeps something; as what
+        follows an array, or its shape.
+      own: by layer what later layers read of its keys and values of the step, before their
+        rotation.
+      late: keys and values that are written when no later layer reads their arrays any more.
+    """
+
+    x: Any
+    own: dict[int, Any]
+    late: dict[int, Any]
+
+
+class Fixed(NamedTuple):
+    """What a run only reads: its weights, arrays of earlier layers, and cells by store."""
+
+    params: tuple
+    lent: tuple[KVStore, ...]
+    labels: tuple
+    cells: tuple[Cells, ...]
+
+
+class StepByLayer:
+    """The programs of a step, and how they follow one another."""
+
+    def __init__(self, programs: Programs, n_each: int | None = None):
+        """Divides the layers into runs, see `layer_runs`; compiles nothing."""
+        self._programs, params = programs, programs.kind.layers
+        assert params is not None, "the model does not tell its layers apart"
+        layout, select = programs.spec.layout, programs.spec.config.select
+        self.runs = layer_runs(layout, params.kinds, select, n_each)
+        self._exit = exit_layer(layout)
+        late = [x for run in self.runs for x in run.part.late]
+        self._late = [(x, part_of(layout, x, x + 1)) for x in late]
+
+    def rows(
+        self, call: Call, cache: Cache, batch: Batch, keep: Callable[[Cache], None]
+    ) -> tuple[Any, Cache]:
+        """Runs the layers over a batch.
+
+        Args:
+          call: what runs a program, or begins it.
+          cache: donated, or shapes.
+          batch: the step's tokens.
+          keep: is given the cache whenever arrays of it were replaced.
+
+        Returns:
+          The residual stream of `batch.out_ids`, [R, E], and the cache with the step's tokens; or
+          their shapes.
+        """
+        kind, rest = self._programs.kind, self._programs.rest
+        args = cache.cells, rest, batch
+        x, cells, batch = call(Program(embed_step, (kind,), args, donate=(0,), n_known=2))
+        cache = dataclasses.replace(cache, cells=cells)
+        keep(cache)
+        stream, n_rows = Stream(x=x, own={}, late={}), batch.out_ids.shape[0]
+        # All go on where the logits of all are wanted, or all layers keep something.
+        narrows = self._exit < self.runs[-1].last and n_rows < batch.tokens.shape[0]
+        for run in self.runs:
+            if narrows and run.first >= self._exit and n_rows == 0:
+                break
+            if narrows and run.first == self._exit:
+                x = call(Program(rows_of, (), (stream.x, batch.out_ids)))
+                stream = dataclasses.replace(stream, x=x)
+            is_narrow = narrows and run.first >= self._exit
+            stream, cache = self._layers(call, cache, batch, run, (stream, is_narrow))
+            keep(cache)
+        for layer, part in self._late:
+            held, fixed = _taken(cache, part, ())
+            args = held, fixed, _places(batch, part), stream.late[layer]
+            written = call(Program(write_late, (kind, layer), args, donate=(0,), n_known=2))
+            cache = _put(cache, part, written)
+            keep(cache)
+        args = cache.cells, batch, stream.x
+        rows, cells = call(Program(finish, (kind, narrows), args, donate=(0,), n_known=1))
+        return rows, dataclasses.replace(cache, cells=cells)
+
+    def _layers(
+        self, call: Call, cache: Cache, batch: Batch, run: LayerRun, at: tuple[Stream, bool]
+    ) -> tuple[Stream, Cache]:
+        """Runs some layers over a stream, which may have to be narrowed to the wanted tokens."""
+        (stream, is_narrow), part = at, run.part
+        params = self._programs.params_of(run.first, run.last)
+        held, fixed = _taken(cache, part, params)
+        how = *run.traced, is_narrow
+        args = held, fixed, _places(batch, part), stream
+        wanted = Program(layers, (self._programs.kind, how), args, donate=(0,), n_known=2)
+        given, written = call(wanted)
+        late = zip(run.part.late, given.late.values(), strict=True)
+        own = zip(run.part.late, given.own.values(), strict=True)
+        new = Stream(x=given.x, own={**stream.own, **dict(own)}, late={**stream.late, **dict(late)})
+        return new, _put(cache, part, written)
+
+
+def _places(batch: Batch, part: LayersPart) -> Batch:
+    """A batch as some groups see it."""
+    return dataclasses.replace(batch, places=tuple(batch.places[g] for g in part.groups))
+
+
+def _taken(cache: Cache, part: LayersPart, params: tuple) -> tuple[Cache, Fixed]:
+    """Arrays that some layers write, and those that they read, of a cache."""
+    pairs = list(zip(part.stores, part.own, part.lent, strict=True))
+    own = tuple(kv_store.part(cache.stores[i], mine) for i, mine, _ in pairs)
+    lent = tuple(kv_store.part(cache.stores[i], others) for i, _, others in pairs)
+    labels, of_lent = None, ()
+    if cache.labels is not None:
+        labels = tuple(_of(cache.labels[i], mine) for i, mine, _ in pairs)
+        of_lent = tuple(_of(cache.labels[i], others) for i, _, others in pairs)
+    states = cache.states and StateStore(tables=_of(cache.states.tables, part.states))
+    held = Cache(
+        stores=own,
+        cells=(),
+        states=states,
+        labels=labels,
+        nan_scores=cache.nan_scores if part.layout.scored else None,
+    )
+    cells = tuple(cache.cells[i] for i in part.stores)
+    return held, Fixed(params=params, lent=lent, labels=of_lent, cells=cells)
+
+
+def _put(cache: Cache, part: LayersPart, new: Cache) -> Cache:
+    """The cache with what some layers wrote."""
+    stores, labels = list(cache.stores), list(cache.labels or ())
+    for i, mine, store in zip(part.stores, part.own, new.stores, strict=True):
+        stores[i] = kv_store.with_part(stores[i], mine, store)
+    for i, mine, of_store in zip(part.stores, part.own, new.labels or (), strict=False):
+        labels[i] = _with(labels[i], mine, of_store)
+    states = cache.states
+    if states is not None and new.states is not None:
+        states = StateStore(tables=_with(states.tables, part.states, new.states.tables))
+    found = dataclasses.replace(cache, stores=tuple(stores), states=states)
+    if cache.labels is not None:
+        found = dataclasses.replace(found, labels=tuple(labels))
+    if new.nan_scores is not None:
+        found = dataclasses.replace(found, nan_scores=new.nan_scores)
+    return found
+
+
+def _of(values: Sequence, which: Sequence[int]) -> tuple:
+    return tuple(values[i] for i in which)
+
+
+def _with(values: Sequence, which: Sequence[int], new: Sequence) -> tuple:
+    found = list(values)
+    for i, x in zip(which, new, strict=True):
+        found[i] = x
+    return tuple(found)
+
+
+# --- what is compiled -----------------------------------------------------------------------------
+
+
+def embed_step(
+    kind: ModelKind, cells: tuple[Cells, ...], rest: tuple, batch: Batch
+) -> tuple[Float[Array, "T E"], tuple[Cells, ...], Batch]:
+    """The residual stream before the first layer; cells and batch for what follows."""
+    tokens, shards = jnp.asarray(batch.tokens), kind.spec.shards
+    x = kind.outer(rest).embed(shards.constrain(tokens, None) if shards else tokens)
+    return x, step.vacated(cells, batch, kind.spec), batch
+
+
+def layers(
+    kind: ModelKind,
+    how: tuple[int, int, bool],
+    held: Cache,
+    fixed: Fixed,
+    batch: Batch,
+    stream: Stream,
+) -> tuple[Stream, Cache]:
+    """Layers [first, last) over a stream, which then write; cells stay as they are.
+
+    Args:
+      kind: of the model and the cache.
+      how: first, last, and whether the layers run over `batch.out_ids` alone.
+      held: arrays that they write; donated.
+      fixed: what they read.
+      batch: the step's tokens, with places of the groups that the layers are of.
+      stream: from the layers before them.
+
+    Returns:
+      What these layers give others, and their arrays.
+    """
+    first, last, is_narrow = how
+    part = part_of(kind.spec.layout, first, last)
+    spec = dataclasses.replace(kind.spec, layout=part.layout)
+    cache = _joined(held, fixed)
+    attention = step.opened(cache, batch, spec)
+    attention.own.update(stream.own)
+    attend = attention.for_tokens(jnp.asarray(batch.out_ids)) if is_narrow else attention
+    x = kind.inner(fixed.params, range(first, last)).layers(stream.x, attend, first, last)
+    late = {i: (attention.k_new.pop(i), attention.v_new.pop(i)) for i in part.late}
+    own = {i: attention.own[i] for i in part.late}
+    written = _written(cache, attention, batch, spec, x)
+    return Stream(x=x, own=own, late=late), _parted(written, part)
+
+
+def write_late(
+    kind: ModelKind,
+    layer: int,
+    held: Cache,
+    fixed: Fixed,
+    batch: Batch,
+    new: tuple[Array, Array],
+) -> Cache:
+    """The arrays of a layer with its keys and values of the step's tokens; they are donated."""
+    part = part_of(kind.spec.layout, layer, layer + 1)
+    spec = dataclasses.replace(kind.spec, layout=part.layout)
+    cache = _joined(held, fixed)
+    attention = step.opened(cache, batch, spec)
+    attention.k_new[layer], attention.v_new[layer] = new
+    return _parted(_written(cache, attention, batch, spec, new[0]), part)
+
+
+def rows_of(x: Float[Array, "T E"], ids: Int32[Array, " R"]) -> Float[Array, "R E"]:
+    """Some tokens of a stream."""
+    return x[ids]
+
+
+def finish(
+    kind: ModelKind,
+    is_done: bool,
+    cells: tuple[Cells, ...],
+    batch: Batch,
+    x: Float[Array, "N E"],
+) -> tuple[Float[Array, "R E"], tuple[Cells, ...]]:
+    """The rows of a stream whose logits are wanted, and cells with the step's tokens."""
+    ids: Int32[Array, " R"] = jnp.asarray(batch.out_ids)
+    if ids.shape[0] == 0:
+        x = x[:0]
+    elif not is_done:
+        x = x[ids]
+    return x, step.placed(cells, batch, kind.spec)
+
+
+def _joined(held: Cache, fixed: Fixed) -> Cache:
+    """The cache of some layers."""
+    stores = (
+        KVStore(k=own.k + lent.k, v=own.v + lent.v)
+        for own, lent in zip(held.stores, fixed.lent, strict=True)
+    )
+    labels = held.labels
+    if labels is not None:
+        labels = tuple(own + lent for own, lent in zip(labels, fixed.labels, strict=True))
+    return dataclasses.replace(held, stores=tuple(stores), cells=fixed.cells, labels=labels)
+
+
+def _parted(cache: Cache, part: LayersPart) -> Cache:
+    """What of such a cache the layers write."""
+    stores = (
+        kv_store.part(store, range(len(own)))
+        for store, own in zip(cache.stores, part.own, strict=True)
+    )
+    labels = cache.labels
+    if labels is not None:
+        labels = tuple(of[: len(own)] for of, own in zip(labels, part.own, strict=True))
+    return dataclasses.replace(cache, stores=tuple(stores), cells=(), labels=labels)
+
+
+def _written(cache: Cache, attention: Any, batch: Batch, spec: StepSpec, done: Array) -> Cache:
+    """The arrays with what the layers keep; labels follow from cells as the step leaves them."""
+    cells = step.placed(cache.cells, batch, spec) if spec.config.select else cache.cells
+    cache = dataclasses.replace(cache, cells=cells)
+    return step.written(cache, attention, batch, spec, done.astype(jnp.float32))
+
+
+def reason_for_whole(model: Any) -> str | None:
+    """Why a model's step is one program; None where its layers can be told apart."""
+    if isinstance(model, KindedDecoder):
+        return None
+    return f"{type(model).__name__} does not tell its layers apart by kind: see kvrt.KindedDecoder"

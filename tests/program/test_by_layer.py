@@ -1,0 +1,260 @@
+"""A step in one program and in several gives the same, whatever the layers keep."""
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from toys import ToyLm
+
+from kvrt import (
+    CacheConfig,
+    ContextShift,
+    DoubleSparsity,
+    Engine,
+    MaskSpec,
+    Quest,
+    Request,
+    Runtime,
+    SelfExtend,
+)
+from kvrt.errors import BadConfig
+from kvrt.policies.scored import H2O, SnapKV
+from kvrt.program.layers.by_layer import StepByLayer
+from kvrt.program.layers.runs import layer_runs
+from kvrt.program.layout import cell_layout
+from kvrt.program.programs import layer_params
+from kvrt.serving.config import EngineConfig
+from kvrt_models.load import load
+from tests.marks import slow
+from tests.matrix.plainmodel import PartedModel
+
+FOLDERS = sorted(p.parent for p in Path(__file__).parents[1].glob("golden/hf/*/config.json"))
+QUICK = ("bamba", "gemma3n", "deepseek-v32")
+MIXED = (*QUICK, "gemma4-experts", "qwen3-next-experts", "kimi-linear", "jamba-experts", "llama4")
+TEXT = np.random.default_rng(0).integers(0, 32, 70).tolist()
+WINDOW = MaskSpec(kind="window", size=9)
+
+
+class Kinded(ToyLm):
+    """Layers of one mask are alike."""
+
+    def layer_kinds(self):
+        masks = {i: g.mask for g in self.groups for i in g.layers}
+        return [(masks[i], ("qkv", i)) for i in range(self.n_layers)]
+
+
+class KindedParts(PartedModel):
+    """Layers without weights of their own."""
+
+    def layer_kinds(self):
+        return [(i, ("none", i)) for i in range(self.n_layers)]
+
+
+def both(model, **options):
+    """A runtime of each way, with the sizes of all these tests."""
+    sizes = {"n_ctx": 96, "n_seq_max": 2, "block_size": 16, "n_ubatch": 16, **options}
+    policy = sizes.pop("policy", None)
+    ways = (CacheConfig(**sizes, programs=x) for x in ("whole", "by_layer"))
+    return [Runtime(model, config, policy=policy) for config in ways]
+
+
+def said(runtime):
+    """Logits of a prompt in uneven steps, of single tokens and of a sequence that was cut."""
+    found = [runtime.append(TEXT[:16], out_ids=range(16)), runtime.append(TEXT[16:39])]
+    found += [x[None] for x in runtime.decode({0: TEXT[39]}).values()]
+    runtime.append(TEXT[:7], 1)
+    tokens = list(runtime.generate(30, n_best=2))
+    found.append(np.array([[p for _, p in t.best] for t in tokens], np.float32))
+    found += [x[None] for x in runtime.decode({0: 3, 1: 5}).values()]
+    return [t.id for t in tokens], [np.asarray(x, np.float32) for x in found]
+
+
+def alike(whole, by_layer, tolerance=1e-5):
+    """Both give the same, and keep the same."""
+    (ids, logits), (others, found) = said(whole), said(by_layer)
+    assert ids == others
+    for a, b in zip(logits, found, strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+    for a, b in zip(*(jax.tree.leaves(x.cache) for x in (whole, by_layer)), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=1e-4, atol=1e-4
+        )
+    assert by_layer.stats().programs.startswith("by_layer")
+    assert {"embed_step", "layers", "finish"} <= {k.name for k in by_layer.programs.compiled()}
+
+
+CHANNELS = tuple(((0, 3, 5, 9), (1, 2, 8, 12)) for _ in range(4))
+CASES = {
+    "read": {"rope": "read"},
+    "int8": {"type_k": "int8", "type_v": "int8", "hadamard": True},
+    "kivi4": {"type_k": "kivi4", "type_v": "f16", "block_size": 32},
+    "shift": {"n_ctx": 48, "policy": ContextShift(n_keep=3)},
+    "h2o": {"policy": H2O(budget=24)},
+    "snapkv": {"policy": SnapKV(budget=40)},
+    "quest": {"select": Quest(n_cells=48, n_sink=0, n_recent=8)},
+    "channels": {"select": DoubleSparsity(n_cells=48, n_sink=0, n_recent=8, channels=CHANNELS)},
+    "extend_paper": {"rope": "read", "self_extend": SelfExtend(ga_n=2, ga_w=8, kind="paper")},
+    "extend_cache": {"self_extend": SelfExtend(ga_n=2, ga_w=16)},
+    "checkpoints": {"n_checkpoints": 2, "masks": (WINDOW, MaskSpec()) * 2},
+}
+QUICK_CASES = ("channels",)
+
+
+@pytest.mark.parametrize("name", [x if x in QUICK_CASES else slow(x) for x in CASES])
+def test_both_ways_give_the_same(name):
+    options = dict(CASES[name])
+    masks = options.pop("masks", None)
+    alike(*both(Kinded(n_vocab=32, n_layers=4, masks=masks), **options), tolerance=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", ["produced", "shared", "latent", "indexed", "full+chunked"])
+def test_layers_that_read_others_do_so_across_programs(layers):
+    whole, by_layer = both(KindedParts(layers), type_k="f32", type_v="f32")
+    device = by_layer._cache.device
+    device._by_layer = StepByLayer(device.programs, n_each=1)
+    alike(whole, by_layer)
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [f if f.name in QUICK[:1] else slow(f) for f in FOLDERS if f.name in MIXED],
+    ids=lambda f: f.name,
+)
+def test_families_whose_layers_differ_give_the_same(folder):
+    with np.load(folder / "expected.npz") as data:
+        tokens = data["tokens"].tolist()
+    model, logits = load(folder).decoder, []
+    for runtime in both(model, n_ctx=len(tokens), type_k="f32", type_v="f32"):
+        found = [runtime.append(tokens[:20], out_ids=[3, 19])]
+        found += [runtime.decode({0: t})[0][None] for t in tokens[20:23]]
+        logits.append(np.concatenate([*found, runtime.append(tokens[23:40])]))
+    np.testing.assert_allclose(*logits, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [f if f.name in QUICK else slow(f) for f in FOLDERS],
+    ids=lambda f: f.name,
+)
+def test_layers_of_one_kind_compute_the_same(folder):
+    """Traced with one layer's index or another's: one text, but for what attend is told."""
+    model = load(folder).decoder
+    params = nnx.split(model)[1]
+    leaves, tree = jax.tree.flatten(params)
+    kinds = layer_params(model, params)
+    x = jnp.zeros((3, jax.eval_shape(model.embed, jnp.zeros(3, jnp.int32)).shape[1]))
+    graph, texts = nnx.split(model)[0], {}
+    for layer, kind in enumerate(kinds.kinds):
+
+        def run(some, x, layer=layer):
+            of_model = list(leaves)
+            for i, value in zip(kinds.by_layer[layer], some, strict=True):
+                of_model[i] = value
+            decoder = nnx.merge(graph, jax.tree.unflatten(tree, of_model))
+            return decoder.layers(x, Told(model), layer, layer + 1)
+
+        mine = [leaves[i] for i in kinds.by_layer[layer]]
+        texts.setdefault(kind, set()).add(str(jax.make_jaxpr(run)(mine, x)))
+    assert all(len(of) == 1 for of in texts.values())
+    assert sum(map(len, kinds.by_layer)) + len(kinds.rest) == len(leaves)
+
+
+class Told:
+    """Attends to nothing; what it is told is in the program's text."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, layer, q, k, v, *, sinks=None):
+        group = next(g for g in self.model.groups if layer in g.all_layers)
+        told = [jnp.sum(x) for x in (k, v, sinks) if x is not None]
+        out = q[..., : group.latent_rank] if group.latent_rank else q
+        return out * sum(told, jnp.float32(1)) * len(told)
+
+    def produce(self, layer, k, v):
+        pass
+
+    def index(self, layer, q, k, weights):
+        pass
+
+    def recur(self, layer, step, inputs, *, chunk=None):
+        spec = self.model.recurrent
+        shapes = spec.arrays[spec.layers.index(layer)]
+        state = tuple(jnp.zeros(of.shape, jnp.float32) for of in shapes)
+        return jax.lax.scan(step, state, inputs)[1]
+
+
+@pytest.mark.parametrize("mode", ["cell", "paged"])
+@pytest.mark.slow
+def test_an_engine_gives_the_same(mode):
+    found = []
+    for programs in ("whole", "by_layer"):
+        config = CacheConfig(n_ctx=96, n_seq_max=3, block_size=8, n_ubatch=16, programs=programs)
+        model = Kinded(n_vocab=32, n_layers=4, masks=(WINDOW, MaskSpec()) * 2)
+        engine, texts = Engine(model, config, EngineConfig(mode=mode)), {}
+        for i in range(4):
+            engine.add_request(Request(id=str(i), tokens=tuple(TEXT[i : 20 + i]), n_predict=12))
+        while engine.has_work:
+            for output in engine.step():
+                texts.setdefault(output.id, []).extend(output.tokens)
+        found.append(texts)
+        assert engine.stats().programs.startswith(programs)
+    assert found[0] == found[1] and len(found[0]) == 4
+
+
+@pytest.mark.parametrize(
+    ("masks", "wanted"),
+    [
+        ([MaskSpec()] * 30, [(0, 5, 0), *((i, i + 5, 0) for i in range(5, 30, 5))]),
+        (([WINDOW] * 5 + [MaskSpec()]) * 3, [(0, 6, 0), (6, 12, 0), (12, 18, 0)]),
+        ([WINDOW, MaskSpec()], [(0, 2, 0)]),
+    ],
+)
+def test_runs_weigh_what_is_compiled_against_dispatches(masks, wanted):
+    group, config = ToyLm().groups[0], CacheConfig(n_ctx=64, block_size=16)
+    by_mask = {}
+    for i, mask in enumerate(masks):
+        by_mask.setdefault(mask, []).append(i)
+    groups = [
+        dataclasses.replace(group, layers=tuple(of), mask=mask) for mask, of in by_mask.items()
+    ]
+    config = config.for_platform("cpu")
+    runs = layer_runs(cell_layout(groups, None, config), masks, None)
+    assert [(x.first, x.last, x.like) for x in runs] == wanted
+
+
+def test_equal_layers_have_one_program():
+    runtime = both(Kinded(n_vocab=32, n_layers=9))[1]
+    runtime.append(TEXT[:5])
+    names = [key.name for key in runtime.programs.compiled()]
+    assert sorted(names) == ["embed_step", "finish", "head", "layers"]
+    runs = runtime._cache.device._by_layer.runs
+    assert len(runs) == 3 and {x.like for x in runs} == {0}
+    for a, b in itertools.pairwise(runs):
+        assert a.last == b.first
+
+
+def test_no_program_of_some_layers_copies_their_arrays():
+    runtime = both(Kinded(n_vocab=32, n_layers=4), n_ctx=2048, n_ubatch=1)[1]
+    runtime.append([1])
+    layer = sum(x.nbytes for x in jax.tree.leaves(runtime.cache.stores)) // 4
+    for key, program in runtime.programs.compiled().items():
+        if key.name == "layers":
+            memory, (first, last, _) = program.memory_analysis(), key.static[1]
+            assert memory.alias_size_in_bytes >= layer * (last - first)
+            assert memory.temp_size_in_bytes < layer
+
+
+def test_a_model_that_does_not_tell_its_layers_apart_runs_whole_and_says_why():
+    config = CacheConfig(n_ctx=32, block_size=8, programs="by_layer")
+    with pytest.raises(BadConfig, match=r"ToyLm does not tell its layers apart .* use 'whole'"):
+        Runtime(ToyLm(), config)
+    runtime = Runtime(ToyLm(), dataclasses.replace(config, programs="auto"))
+    assert runtime.config.programs == "whole"
+    assert "does not tell its layers apart by kind" in runtime.stats().programs
