@@ -20,11 +20,11 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from oracle import Oracle, Row, rope
-from toys import RowModel, allclose, tables
 
 from kvrt import CacheConfig, Runtime, errors, session
 from kvrt import cells as kc
+from tests.oracle import Oracle, Row, rope
+from tests.toys import RowModel, allclose, tables
 
 N_CTX, N_SEQ, N_VOCAB = 21, 3, 32
 # Keys are turned by float32 angles and, with rope="write", several times over.

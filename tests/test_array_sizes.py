@@ -6,7 +6,6 @@ import re
 import jax
 import numpy as np
 import pytest
-from toys import ToyLm
 
 from kvrt import (
     CacheConfig,
@@ -20,6 +19,7 @@ from kvrt import (
 )
 from kvrt.errors import BadRequest, CacheFull
 from kvrt.sizes import Extent, pool_extent, rounded_up
+from tests.toys import ToyLm
 
 SIZES = sorted({k << j for j in range(31) for k in range(8, 17)} | set(range(8)))
 SOURCES = r", metadata=\{[^}]*\}|\nFileNames\n.*?(?=\n\n%|\n\nENTRY)"

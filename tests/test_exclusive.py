@@ -11,10 +11,10 @@ import warnings
 from types import FunctionType
 
 import pytest
-from toys import ToyLm, allclose
 
 from kvrt import Busy, CacheConfig, Engine, Request, Runtime, session
 from kvrt_models.load import load
+from tests.toys import ToyLm, allclose
 
 TOY = ToyLm(n_layers=1)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

@@ -8,13 +8,13 @@ import json
 import sys
 
 import jax
-from toys import ToyLm
 
 from kvrt import CacheConfig, MeshSpec, Runtime
 from kvrt.attention import registry
 from kvrt.attention.choice import decide
 from kvrt.attention.choice.self_test import Verdict
 from kvrt.attention.choice.verdicts import Verdicts
+from tests.toys import ToyLm
 
 
 def main(port: str, process: str) -> None:

@@ -44,9 +44,12 @@ def draw(rng, n_tokens, groups, dtype=np.float32):
     return q, k, v, *rows, view
 
 
+jitted = jax.jit(attention.attend)
+
+
 def attend(q, k, v, keys, values, view, group, **how):
     tokens, cached = TokenQKV(q=q, k=k, v=v), LayerKV(k=keys, v=values)
-    return attention.attend(tokens, cached, view, LayerAttention(group=group, **how))
+    return jitted(tokens, cached, view, LayerAttention(group=group, **how))
 
 
 def sees(mask, k_pos, q_pos):
@@ -63,7 +66,8 @@ def sees(mask, k_pos, q_pos):
 def by_hand(q, k, v, k_rows, v_rows, view, group, sinks):
     """One query, one head and one cell at a time, in float64."""
     q, k, v, k_rows, v_rows = (np.asarray(x, np.float64) for x in (q, k, v, k_rows, v_rows))
-    listed = np.asarray(view.blocks)[: int(view.n_blocks)]
+    view = jax.tree.map(np.asarray, view)
+    listed = view.blocks[: int(view.n_blocks)]
     out, lse = np.zeros(q.shape), np.zeros(q.shape[:2])
     for t, h in np.ndindex(*q.shape[:2]):
         kv = h // (q.shape[1] // H)

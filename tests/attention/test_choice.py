@@ -11,7 +11,6 @@ import sys
 
 import jax
 import pytest
-from toys import HybridLm, ToyLm
 
 from kvrt import CacheConfig, Engine, MaskSpec, Runtime
 from kvrt.attention import registry
@@ -24,6 +23,7 @@ from kvrt.errors import NoKernel
 from kvrt.files import locks
 from kvrt.program.layout import cell_layout
 from kvrt.serving import prometheus
+from tests.toys import HybridLm, ToyLm
 
 OPTIMISED = False
 SMALL = CacheConfig(n_ctx=32, block_size=16, n_ubatch=8)

@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from toys import HybridLm, RowModel, ToyLm
 
 from kvrt import CacheConfig, Runtime
 from kvrt.attention import registry
@@ -17,6 +16,7 @@ from kvrt.program.layout import cell_layout
 from kvrt.program.step import StepSpec
 from kvrt.session import fingerprint
 from kvrt.store.shards import Shards
+from tests.toys import HybridLm, RowModel, ToyLm
 
 OPTIMISED = False
 SMALL = CacheConfig(n_ctx=32, block_size=16, n_ubatch=8)

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from oracle import rope
-from toys import RowModel, allclose, tables
 
 from kvrt import CacheConfig, GroupSpec, MaskSpec, RopeSpec, Runtime, SelfExtend
 from kvrt.errors import BadConfig
 from tests.marks import slow
+from tests.oracle import rope
+from tests.toys import RowModel, allclose, tables
 
 N_VOCAB, D = 32, 8
 ROPE = RopeSpec(n_rot=D, base=1e4)

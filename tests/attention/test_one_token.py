@@ -1,5 +1,6 @@
 """One token over cells of its own and of others, whatever the others hold, in all KV dtypes."""
 
+import functools
 import re
 
 import jax
@@ -19,13 +20,17 @@ MASKS = [MaskSpec(), MaskSpec(kind="window", size=400), MaskSpec(kind="window", 
 POS = N * B - 5
 
 
+jitted_attend, jitted_write = jax.jit(attend), jax.jit(kv_store.write_kv)
+
+
+@functools.cache
 def store_of(kv_dtype):
     rng = np.random.default_rng(0)
     k, v = (jnp.asarray(rng.standard_normal((N * B, H, D)), jnp.float32) for _ in range(2))
     config = CacheConfig(n_ctx=N * B, block_size=B, type_k=kv_dtype, type_v=kv_dtype)
     spec = GroupSpec(layers=(0,), n_kv_heads=H, head_dim=D, rope=None)
     empty = kv_store.create(store_spec(spec, config))
-    return kv_store.write_kv(empty, np.arange(N * B, dtype=np.int32), [k], [v])
+    return jitted_write(empty, np.arange(N * B, dtype=np.int32), [k], [v])
 
 
 def spoilt(cached, cell_axis, cells, bad):
@@ -35,10 +40,12 @@ def spoilt(cached, cell_axis, cells, bad):
         if not jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != jnp.uint16:
             return x
         bits = np.asarray(jnp.asarray(bad, jnp.bfloat16)).view(np.uint16)
-        value = bits if x.dtype == jnp.uint16 else jnp.asarray(bad, x.dtype)
+        value = bits if x.dtype == jnp.uint16 else bad
         index: list = [slice(None)] * 4
         index[0], index[cell_axis] = np.divmod(np.asarray(cells), B)
-        return x.at[tuple(index)].set(value)
+        x = np.array(x)
+        x[tuple(index)] = value
+        return jnp.asarray(x)
 
     return jax.tree.map(one, cached)
 
@@ -61,7 +68,7 @@ def attention_of(k, v, mask, implementation="chunked", unrotated=False):
     group = GroupSpec(layers=(0,), n_kv_heads=H, head_dim=D, rope=None, mask=mask)
     tables = rope.make(RopeSpec(n_rot=D), view, N * B, unrotated=True) if unrotated else None
     how = LayerAttention(group=group, rope=tables, implementation=implementation)
-    return attend(TokenQKV(q=q, k=own[0], v=own[1]), LayerKV(k=k, v=v), view, how)
+    return jitted_attend(TokenQKV(q=q, k=own[0], v=own[1]), LayerKV(k=k, v=v), view, how)
 
 
 def attended(*args, **options):

@@ -1,5 +1,7 @@
 """Sparse reads against a NumPy oracle: which units are chosen, and attention over exactly those."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +29,30 @@ SPECS = {
 }
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def stored(select, spec, k, v, pos):
+    """A store of all keys and values, those as they are read, and labels of all units."""
+    slots = np.arange(N_CELLS, dtype=np.int32)
+    kv = kv_store.write_kv(kv_store.create(spec), slots, [k], [v])
+    plan = labels.LabelPlan(select=select, layers=((2,),))
+    n_blocks = len(pos)
+    blocks = np.arange(n_blocks, dtype=np.int32), np.asarray(n_blocks, np.int32)
+    (empty,) = plan.create([spec])
+    return kv, kv_store.read_kv(kv, 0, slots), labels.rebuild(plan, 0, empty, kv, pos, blocks)[0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def units_of(select, view, q, labelled):
+    """A view of units, and which of them a layer's heads read, [H, T, K]."""
+    units = choose.unit_view(view, GROUP, select)
+    return units, choose.choose_units(select, 2, q, labelled, units, GROUP)
+
+
+write = jax.jit(kv_store.write_kv)
+rebuilt = jax.jit(labels.rebuild, static_argnums=(0, 1))
+after_write = jax.jit(labels.after_write, static_argnums=(0, 1))
+
+
 class Case:
     """A store of random keys, some of whose cells are empty or another sequence's and NaN."""
 
@@ -42,16 +68,9 @@ class Case:
             n_ctx=N_CELLS, block_size=block_size, type_k=kv_dtype, type_v=kv_dtype, select=select
         )
         spec = store_spec(GROUP, config)
-        slots = np.arange(N_CELLS, dtype=np.int32)
-        self.kv = kv_store.write_kv(
-            kv_store.create(spec), slots, [jnp.asarray(k)], [jnp.asarray(v)]
-        )
-        self.k, self.v = (np.asarray(x, np.float64) for x in kv_store.read_kv(self.kv, 0, slots))
-        plan = labels.LabelPlan(select=select, layers=((2,),))
-        blocks = np.arange(self.n_blocks, dtype=np.int32), np.asarray(self.n_blocks, np.int32)
         shaped = self.pos.reshape(self.n_blocks, block_size)
-        (empty,) = plan.create([spec])
-        (self.labels,) = labels.rebuild(plan, 0, empty, self.kv, shaped, blocks)
+        self.kv, read, self.labels = stored(select, spec, k, v, shaped)
+        self.k, self.v = (np.asarray(x, np.float64) for x in read)
         self.q = rng.standard_normal((n_tokens, H * G, D)).astype(np.float32) * 2
         own = rng.standard_normal((2, n_tokens, H, D)).astype(np.float32)
         self.own_k, self.own_v = own
@@ -82,9 +101,8 @@ class Case:
 
     def chosen(self):
         """Units as the package chooses them, [H, T, K], and its output."""
-        units = choose.unit_view(self.view(), GROUP, self.select)
-        q = jnp.moveaxis(jnp.asarray(self.q).reshape(-1, H, G, D), 1, 0)
-        found = choose.choose_units(self.select, 2, q, self.labels, units, GROUP)
+        q = np.moveaxis(self.q.reshape(-1, H, G, D), 1, 0)
+        units, found = units_of(self.select, self.view(), q, self.labels)
         by = read.Selection(labels=self.labels, units=units)
         return np.asarray(found), np.asarray(read.jitted(self.args(), by, self.select, 2, attend))
 
@@ -202,20 +220,20 @@ def test_foreign_cells_never_matter_whatever_they_hold():
     case = Case(SPECS["pooled"])
     _, out = case.chosen()
     (hidden,) = np.nonzero(~case.visible(0))
-    bad = jnp.full((len(hidden), H, D), jnp.nan)
-    case.kv = kv_store.write_kv(case.kv, hidden.astype(np.int32), [bad], [bad])
+    bad = np.full((len(hidden), H, D), np.nan, np.float32)
+    case.kv = write(case.kv, hidden.astype(np.int32), [bad], [bad])
     np.testing.assert_array_equal(case.chosen()[1], out)
 
 
 def test_a_visible_key_that_is_no_number_is_read():
     case = Case(SPECS["quest"])
     (seen,) = np.nonzero(case.visible(0))
-    bad = jnp.full((1, H, D), jnp.nan)
-    case.kv = kv_store.write_kv(case.kv, seen[:1].astype(np.int32), [bad], [bad])
+    bad = np.full((1, H, D), np.nan, np.float32)
+    case.kv = write(case.kv, seen[:1].astype(np.int32), [bad], [bad])
     plan = labels.LabelPlan(select=case.select, layers=((2,),))
     at = jnp.asarray([seen[0] // case.b], jnp.int32), jnp.int32(1)
     shaped = case.pos.reshape(-1, case.b)
-    (case.labels,) = labels.rebuild(plan, 0, (case.labels,), case.kv, shaped, at)
+    (case.labels,) = rebuilt(plan, 0, (case.labels,), case.kv, shaped, at)
     assert np.isnan(case.chosen()[1]).all()
 
 
@@ -224,13 +242,13 @@ def test_a_step_labels_its_unit_as_a_rebuild_would(name):
     case = Case(SPECS[name])
     plan = labels.LabelPlan(select=case.select, layers=((2,),))
     slots, rng = np.asarray([37, 200, N_CELLS], np.int32), np.random.default_rng(5)
-    new = jnp.asarray(rng.standard_normal((3, H, D)) * 9, jnp.float32)
-    case.kv = kv_store.write_kv(case.kv, slots, [new], [new])
+    new = np.asarray(rng.standard_normal((3, H, D)) * 9, np.float32)
+    case.kv = write(case.kv, slots, [new], [new])
     case.pos[slots[:2]] = 3
-    got = labels.after_write(plan, 0, (case.labels,), case.kv, jnp.asarray(case.pos), slots)[0]
+    (got,) = after_write(plan, 0, (case.labels,), case.kv, jnp.asarray(case.pos), slots)
     ids = jnp.arange(case.n_blocks, dtype=jnp.int32), jnp.int32(case.n_blocks)
     shaped = case.pos.reshape(-1, case.b)
-    (want,) = labels.rebuild(plan, 0, (case.labels,), case.kv, shaped, ids)
+    (want,) = rebuilt(plan, 0, (case.labels,), case.kv, shaped, ids)
     np.testing.assert_array_equal(got, want)
     assert (np.asarray(got) != np.asarray(case.labels)).any()
 

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toys import ToyLm
 
 from kvrt import CacheConfig, GroupSpec, MaskSpec, RopeSpec
 from kvrt.attention import registry, xla
@@ -17,6 +16,7 @@ from kvrt.attention.choice.cases import Query, case_of, cases_of
 from kvrt.config import SelfExtend
 from kvrt.program.layout import cell_layout
 from tests.interpreted import GPU
+from tests.toys import ToyLm
 
 OPTIMISED = False
 COUNT = itertools.count()

@@ -5,13 +5,13 @@ import itertools
 import jax
 import numpy as np
 import pytest
-from oracle import Oracle, rope
-from toys import HybridLm, RowModel, ToyLm, allclose, tables
 
 from kvrt import CacheConfig, ContextShift, MaskSpec, Runtime, Sampling, SelfExtend, errors
 from kvrt import cells as kc
 from kvrt.cache import room
 from kvrt.runtime.generate import After
+from tests.oracle import Oracle, rope
+from tests.toys import HybridLm, RowModel, ToyLm, allclose, tables
 
 TOY = ToyLm(n_layers=1)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

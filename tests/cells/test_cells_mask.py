@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from oracle import sees
 
 from kvrt import cells as kc
 from kvrt.config import MaskSpec
+from tests.oracle import sees
 
 VISIBLE = jax.jit(kc.visible, static_argnums=0)
 POSITIONS = np.arange(9, dtype=np.int32)

@@ -6,12 +6,12 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from oracle import Oracle, rope
 
 from kvrt import cells as kc
 from kvrt.config import MaskSpec
 from kvrt.errors import CacheFull
 from kvrt.upkeep.defrag import plan_defrag
+from tests.oracle import Oracle, rope
 
 N_CTX, SEQS = 16, (0, 1, 31, 32, 255)
 

@@ -71,12 +71,15 @@ def pairs() -> tuple[Cell, ...]:
     for a, b in PAIRS:
         wanted[a, b] = np.zeros((SHAPE[a], SHAPE[b]), bool)
         wanted[a, b][rows[a], rows[b]] = True
+    gain = sum(x[rows[a], rows[b]].astype(np.int16) for (a, b), x in wanted.items())
     chosen = []
-    while any(x.any() for x in wanted.values()):
-        gain = sum(x[rows[a], rows[b]].astype(np.int32) for (a, b), x in wanted.items())
+    while gain.any():
         best = int(np.argmax(gain))
-        for a, b in PAIRS:
-            wanted[a, b][rows[a, best], rows[b, best]] = False
+        for (a, b), x in wanted.items():
+            values = rows[a, best], rows[b, best]
+            if x[values]:
+                x[values] = False
+                gain -= (rows[a] == values[0]) & (rows[b] == values[1])
         chosen.append(_cell(index[best]))
     return tuple(chosen)
 

@@ -4,13 +4,13 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import assume, example, given
-from toys import ToyLm
 
 from kvrt import CacheConfig, Runtime
 from kvrt.cellcache.host_cells import HostCells
 from kvrt.cellcache.room import plan_room
 from kvrt.policies import AttentionSinks, ContextShift, PolicyContext
 from kvrt.policies.context import n_at_once
+from tests.toys import ToyLm
 
 pytestmark = pytest.mark.slow
 

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import Oracle, rope
-from toys import RowModel, ToyLm, tables
 
 from kvrt import CacheConfig, Runtime
 from kvrt import cells as kc
 from kvrt.errors import BadConfig, CacheFull
 from kvrt.policies import POLICIES, AttentionSinks
 from kvrt.runtime.generate import After
+from tests.oracle import Oracle, rope
+from tests.toys import RowModel, ToyLm, tables
 
 N_CTX, N_KEEP = 24, 3
 SIZES = {

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from oracle import rope
-from toys import RowModel, tables
 
 from kvrt import AttentionSinks, CacheConfig, ContextShift, GroupSpec, RopeSpec, Runtime
 from kvrt import cells as kc
 from kvrt.store import kv as kv_store
+from tests.oracle import rope
+from tests.toys import RowModel, tables
 
 pytestmark = pytest.mark.slow
 

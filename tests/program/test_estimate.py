@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from toys import HybridLm, ToyLm
 
 from kvrt import (
     CacheConfig,
@@ -22,6 +21,7 @@ from kvrt.paged.layout.groups import group_layers, layer_caches
 from kvrt.paged.layout.sizing import for_tokens
 from kvrt.program import estimate
 from kvrt.sizes import rounded_up
+from tests.toys import HybridLm, ToyLm
 
 WINDOW, CHUNK = MaskSpec(kind="window", size=24), MaskSpec(kind="chunked", size=16)
 MODELS = {

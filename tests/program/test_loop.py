@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
-from toys import ToyLm, allclose
 
 from kvrt import CacheConfig, ContextShift, Runtime, Sampling
 from kvrt import cells as kc
@@ -20,6 +19,7 @@ from kvrt.program.step import Cache, StepSpec, create, forward
 from kvrt.sizes import extent
 from kvrt.store import kv as kv_store
 from kvrt.upkeep import shift
+from tests.toys import ToyLm, allclose
 
 pytestmark = pytest.mark.slow
 

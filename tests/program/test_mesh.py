@@ -12,13 +12,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from toys import RowModel, ToyLm
 
 from kvrt import CacheConfig, Engine, Runtime
 from kvrt.errors import BadConfig
 from kvrt.program.mesh import MeshSpec
 from kvrt.sizes import DividedConfig, extent
 from kvrt_models.layers.sharding import partition
+from tests.toys import RowModel, ToyLm
 
 ROOT = Path(__file__).parents[2]
 # Greatest difference of logits as a part of the greatest logit: sums run in another order. The

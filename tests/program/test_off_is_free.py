@@ -1,7 +1,6 @@
 """What a model or a generation does not use is in none of its programs, which are lowered alone."""
 
 import pytest
-from toys import ToyLm
 
 from kvrt import CacheConfig, Engine, PromptLookup, Runtime, Speculation
 from kvrt.attention.step_attention import StepAttention
@@ -9,6 +8,7 @@ from kvrt.program.programs import Programs
 from kvrt.program.rounds import verify, verify_many
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.request import Request
+from tests.toys import ToyLm
 
 SIZES = CacheConfig(n_ctx=64, n_seq_max=2, block_size=8, n_ubatch=8)
 # What layers that share, skip or recur, drafts and sparse reads call while a step is traced.

@@ -3,10 +3,10 @@
 import jax
 import numpy as np
 import pytest
-from toys import ToyLm
 
 from kvrt import CacheConfig, Engine, EngineConfig, Request, Runtime
 from kvrt.store import kv as kv_store
+from tests.toys import ToyLm
 
 pytestmark = pytest.mark.slow
 OPTIMISED = True  # see conftest.py: aliases and temporaries are those of the real programs

@@ -4,12 +4,12 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from toys import ToyLm
 
 from kvrt import CacheConfig, ContextShift, Runtime, Sampling
 from kvrt.errors import BadConfig
 from kvrt.program.batch import buckets
 from kvrt.runtime.generate import After, GenerationSpec
+from tests.toys import ToyLm
 
 ALONE = True  # see conftest.py: what is counted was compiled here
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

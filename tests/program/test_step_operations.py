@@ -2,9 +2,9 @@
 
 import hlo
 import pytest
-from toys import ToyLm
 
 from kvrt import CacheConfig, Runtime
+from tests.toys import ToyLm
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-from toys import RowModel, ToyLm
 
 from kvrt import CacheConfig, MaskSpec, Runtime, SelfExtend
 from kvrt.cells import owned
@@ -14,6 +13,7 @@ from kvrt.runtime.blend import padded_size
 from kvrt.runtime.chunks.chunk import CachedChunk
 from kvrt.store.kv import read_kv
 from tests.marks import first_fast, full, slow
+from tests.toys import RowModel, ToyLm
 
 N_LAYERS, LEAD = 4, 1
 CONFIG = CacheConfig(n_ctx=128, n_seq_max=2, n_ubatch=16, block_size=32)

@@ -6,13 +6,13 @@ import threading
 import numpy as np
 import pytest
 from test_blend import CONFIG, LEAD, N_LAYERS, texts
-from toys import ToyLm
 
 from kvrt import BlendSpec, Runtime, StoredChunk, session
 from kvrt.errors import BadSession, SessionMismatch, UsageError
 from kvrt.program.layer_range import LayerRange
 from kvrt.reuse.blend import hidden_ratio
 from kvrt.runtime.chunks.loading import Pace
+from tests.toys import ToyLm
 
 SUFFIX = texts()[1].tolist()
 

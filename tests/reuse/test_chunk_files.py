@@ -4,10 +4,10 @@ import dataclasses
 
 import numpy as np
 import pytest
-from toys import ToyLm
 
 from kvrt import BlendSpec, CacheConfig, CachedChunk, ChunkStore, MaskSpec, Runtime, session
 from kvrt.errors import BadSession, KvrtError, SessionMismatch, UsageError
+from tests.toys import ToyLm
 
 CONFIG = CacheConfig(n_ctx=128, n_seq_max=2, n_ubatch=16, block_size=32)
 LEAD, A, B = [1], list(range(5, 25)), list(range(30, 47))

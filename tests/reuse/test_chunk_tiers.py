@@ -4,10 +4,10 @@ import dataclasses
 
 import numpy as np
 import pytest
-from toys import ToyLm
 
 from kvrt import BlendSpec, CacheConfig, Engine, EngineConfig, Request, Rules, Runtime, TierConfig
 from kvrt.errors import SessionMismatch, UsageError
+from tests.toys import ToyLm
 
 pytestmark = pytest.mark.slow
 

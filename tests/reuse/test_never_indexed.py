@@ -4,11 +4,11 @@ import functools
 
 import numpy as np
 import pytest
-from toys import ToyLm
 
 from kvrt import BlendSpec, CacheConfig, Engine, EngineConfig, PromptCache, Request, Runtime
 from kvrt import session as sessions
 from kvrt.reuse.schema import lay_out, read_schema
+from tests.toys import ToyLm
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from toys import RowModel
 
 from kvrt import CacheConfig, MaskSpec, Runtime
 from kvrt.cellcache import history as texts
@@ -15,6 +14,7 @@ from kvrt.reuse import diff
 from kvrt.reuse.chunks import KeptChunk
 from kvrt.reuse.plan import Evaluate, operations, plan_reuse
 from kvrt.reuse.reasons import Reason, Recomputed
+from tests.toys import RowModel
 
 A, B, C, X = (np.arange(i, i + 40) for i in (0, 100, 200, 300))
 

@@ -5,7 +5,6 @@ import json
 
 import numpy as np
 import pytest
-from toys import HybridLm, ToyLm
 
 from kvrt import CacheConfig, ContextShift, MaskSpec, Runtime, session
 from kvrt.errors import BadSequence, BadSession, CacheFull
@@ -13,6 +12,7 @@ from kvrt.session import codec
 from kvrt.session import manifest as manifests
 from kvrt.session.change import edit
 from kvrt.session.manifest import Blob
+from tests.toys import HybridLm, ToyLm
 
 TEXT = [(7 * i + i // 5) % 32 for i in range(80)]
 MASKS = [MaskSpec(), MaskSpec(kind="window", size=12)]

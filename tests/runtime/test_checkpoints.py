@@ -9,13 +9,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from toys import DeltaLm, HybridLm, ToyLm
 
 from kvrt import CacheConfig, ContextShift, MaskSpec, Runtime
 from kvrt.errors import BadConfig, CannotRewind
 from kvrt.program.estimate import of_cells
 from kvrt.reuse.plan import operations, plan_reuse
 from tests.marks import slow
+from tests.toys import DeltaLm, HybridLm, ToyLm
 
 WINDOW, CHUNKS = MaskSpec(kind="window", size=12), MaskSpec(kind="chunked", size=16)
 TEXT = [(7 * i + i // 5) % 32 for i in range(150)]

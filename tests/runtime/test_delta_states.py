@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from toys import DeltaLm
 
 from kvrt import CacheConfig, Runtime
 from tests.serving import engines
+from tests.toys import DeltaLm
 
 pytestmark = pytest.mark.slow
 

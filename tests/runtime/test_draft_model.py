@@ -3,10 +3,10 @@
 import functools
 
 import pytest
-from toys import HybridLm, ToyLm
 
 from kvrt import CacheConfig, DraftModel, Runtime, Sampling, Speculation
 from kvrt.errors import BadConfig
+from tests.toys import HybridLm, ToyLm
 
 pytestmark = pytest.mark.slow
 

@@ -3,10 +3,10 @@
 import jax
 import numpy as np
 import pytest
-from toys import HybridLm, ToyLm, allclose
 
 from kvrt import AttentionSinks, CacheConfig, ContextShift, MaskSpec, Runtime, SelfExtend
 from kvrt.errors import BadConfig, CannotRewind
+from tests.toys import HybridLm, ToyLm, allclose
 
 pytestmark = pytest.mark.slow
 

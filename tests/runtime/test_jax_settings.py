@@ -7,11 +7,11 @@ from pathlib import Path
 
 import jax
 import pytest
-from toys import ToyLm
 
 from kvrt import CacheConfig, ContextShift, Engine, Request, Runtime, Sampling
 from kvrt.exclusive import Exclusive, one_call_at_a_time
 from kvrt.jax_settings import own_settings
+from tests.toys import ToyLm
 
 ROOT = Path(__file__).parents[2]
 SAMPLING = Sampling(temp=0.9, seed=3)

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from toys import ToyLm
 
 from kvrt import CacheConfig, Runtime, SelfExtend
 from kvrt.errors import BadConfig, NoKernel, SessionMismatch
 from kvrt.program.estimate import of_cells
 from tests.interpreted import TPU
+from tests.toys import ToyLm
 
 PROMPT = np.random.default_rng(0).integers(0, 32, 150).tolist()
 SIZES = dict(n_ctx=512, block_size=64, n_ubatch=16)

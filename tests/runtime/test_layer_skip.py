@@ -17,7 +17,6 @@ from test_speculation import (
     run,
     same_cache,
 )
-from toys import HybridLm, RowModel, ToyLm
 
 from kvrt import CacheConfig, GenerationSpec, LayerSkip, MaskSpec, Runtime, Sampling, Speculation
 from kvrt.cells.cells import owned
@@ -25,6 +24,7 @@ from kvrt.errors import BadConfig
 from kvrt.store.kv import read_kv
 from tests.marks import first_fast
 from tests.sharedlm import CLA2, SharedLm
+from tests.toys import HybridLm, RowModel, ToyLm
 
 EXIT = {"shared": 2}
 EXACT = [k for k in KINDS if k not in ("shared windows", "delta") and "recurrent" not in k]

@@ -7,10 +7,10 @@ import tracemalloc
 import jax
 import numpy as np
 import pytest
-from toys import ToyLm
 
 from kvrt import CacheConfig, ContextShift, Runtime
 from tests.marks import full
+from tests.toys import ToyLm
 
 pytestmark = pytest.mark.slow
 N_CELLS, N_TOKENS, PER = 32, 600, 100

@@ -4,7 +4,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-from toys import ToyLm
 
 from kvrt import CacheConfig, MaskSpec, Runtime
 from kvrt.errors import (
@@ -18,6 +17,7 @@ from kvrt.errors import (
 )
 from kvrt.reuse.schema import lay_out, read_schema
 from kvrt.runtime.prompt_cache import PromptCache
+from tests.toys import ToyLm
 
 LETTER = """
 <schema name="letter">

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import RowModel, ToyLm, allclose
 
 from kvrt import CacheConfig, ContextShift, DropEvent, Runtime, errors
+from tests.toys import RowModel, ToyLm, allclose
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 N_CTX, N_SEQ, N_UBATCH = 24, 3, 8

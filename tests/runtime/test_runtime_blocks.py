@@ -3,12 +3,12 @@
 import jax
 import numpy as np
 import pytest
-from toys import HybridLm, ToyLm
 
 from kvrt import CacheConfig, ContextShift, MaskSpec, Runtime, SelfExtend
 from kvrt import cells as kc
 from kvrt.cache import room
 from kvrt.errors import BadConfig, BadRange, BadSequence, CacheFull, UsageError
+from tests.toys import HybridLm, ToyLm
 
 B = 8
 TEXT = [(7 * i + i // 5) % 32 for i in range(80)]

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from toys import DeltaLm, HybridLm, ToyLm
 
 from kvrt import (
     AttentionSinks,
@@ -28,6 +27,7 @@ from tests.indexedlm import IndexedLm
 from tests.latentlm import LatentLm
 from tests.marks import first_fast, slow
 from tests.sharedlm import CLA2, SharedLm
+from tests.toys import DeltaLm, HybridLm, ToyLm
 
 N_VOCAB, N_DRAFT, PROMPT = 32, 5, [3, 1, 4, 1, 5, 9, 2, 6]
 FULL = MaskSpec()

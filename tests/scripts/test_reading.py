@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from toys import RowModel, windowed
 
 from kvrt import CacheConfig, MaskSpec, Runtime
 from kvrt.errors import BadConfig
 from scripts.experiments import modes, reading
+from tests.toys import RowModel, windowed
 
 TOKENS = np.random.default_rng(0).integers(0, 32, 90).tolist()
 SIZES = modes.Sizes(n_tokens=90, n_window=32, n_ubatch=16, ga_n=2, ga_w=8)

@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from toys import ToyLm
 
 from kvrt import CacheConfig, ContextShift, MaskSpec, Runtime, session
 from kvrt.errors import (
@@ -22,6 +21,7 @@ from kvrt.serving.engine import Engine
 from kvrt.serving.offload import TierConfig
 from tests.marks import full, slow
 from tests.serving.engines import MODELS, N_BATCH, B, ask, make, one, run
+from tests.toys import ToyLm
 
 # Logits of 6 and less: only which tokens are summed together differs.
 TOLERANCE = 1e-5

@@ -6,13 +6,13 @@ import re
 
 import pytest
 from engines import ask, make, run
-from toys import ToyLm
 
 from kvrt import CacheConfig, Runtime
 from kvrt.attention import registry, xla
 from kvrt.attention.choice import decide, verdicts
 from kvrt.attention.registry import require
 from tests.interpreted import GPU, TPU
+from tests.toys import ToyLm
 
 OPTIMISED = False  # toys: what is compiled runs a few times
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

@@ -5,7 +5,6 @@ import functools
 
 import numpy as np
 import pytest
-from toys import ToyLm
 
 from kvrt import (
     BlendSpec,
@@ -20,6 +19,7 @@ from kvrt import (
     Sampling,
 )
 from kvrt.errors import BadRequest, BadSession, UsageError
+from tests.toys import ToyLm
 
 pytestmark = pytest.mark.slow
 

@@ -3,9 +3,9 @@
 import dataclasses
 
 import numpy as np
-from toys import HybridLm, ToyLm
 
 from kvrt import CacheConfig, ContextShift, MaskSpec, Runtime, SelfExtend
+from tests.toys import HybridLm, ToyLm
 
 WINDOW = MaskSpec(kind="window", size=6)
 MODELS = {

@@ -6,12 +6,12 @@ import json
 import jax
 import numpy as np
 import pytest
-from toys import HybridLm, ToyLm
 
 from kvrt import CacheConfig, MaskSpec, Runtime, session
 from kvrt.errors import BadSession
 from kvrt.session import manifest as manifests
 from kvrt.session.change import edit
+from tests.toys import HybridLm, ToyLm
 
 WINDOW = MaskSpec(kind="window", size=12)
 TEXT = [(7 * i + i // 5) % 32 for i in range(150)]

@@ -6,13 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from snapshots import snapshot
-from toys import ToyLm
 
 from kvrt import CacheConfig, Runtime
 from kvrt.cli.run.generation import Reading
 from kvrt.cli.run.kept_session import KeptSession, SessionUse
 from kvrt.errors import BadLogits
 from kvrt.session.change.damage import find_damage
+from tests.toys import ToyLm
 
 
 def with_block(held, group, block, **arrays):

@@ -1,6 +1,7 @@
 """Frequencies against formulas written apart in NumPy, rotations against complex arithmetic."""
 
 import dataclasses
+import functools
 import json
 import math
 from pathlib import Path
@@ -51,14 +52,17 @@ def turned(x, theta, layout):
 
 
 def rows(n, h, d, dtype="float32", seed=0):
-    x = np.random.default_rng(seed).standard_normal((n, h, d))
-    return jnp.asarray(x, jnp.float32).astype(dtype)
+    x = np.random.default_rng(seed).standard_normal((n, h, d)).astype(np.float32)
+    return jnp.asarray(x.astype(jnp.dtype(dtype)))
 
 
 def turn(x, spec, pos, layout):
-    freqs = jnp.asarray(rope.frequencies(spec, 4096))
-    cos, sin = rope.angles(freqs, jnp.asarray(pos, jnp.int32))
-    return rope.rotate(x, cos, sin, layout)
+    return rotated(x, rope.frequencies(spec, 4096), np.asarray(pos, np.int32), layout)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def rotated(x, freqs, pos, layout):
+    return rope.rotate(x, *rope.angles(freqs, pos), layout)
 
 
 # Frequencies
@@ -297,13 +301,18 @@ def test_scores_depend_on_the_distance_alone(layout):
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rotate_block_is_rotate_with_channels_before_cells(layout, dtype):
-    x, pos = rows(8, 3, 20, dtype), jnp.asarray([0, 5, 1, 9, 300, 2, 7, 7], jnp.int32)
-    cos, sin = rope.angles(jnp.asarray(rope.frequencies(RopeSpec(n_rot=12), 64)), pos)
-    block = jnp.transpose(x, (1, 2, 0))
-    got = rope.rotate_block(block, cos.T, sin.T, layout)
+    x, pos = rows(8, 3, 20, dtype), np.array([0, 5, 1, 9, 300, 2, 7, 7], np.int32)
+    freqs = jnp.asarray(rope.frequencies(RopeSpec(n_rot=12), 64))
+
+    @jax.jit
+    def both(x):
+        cos, sin = rope.angles(freqs, pos)
+        got = rope.rotate_block(jnp.transpose(x, (1, 2, 0)), cos.T, sin.T, layout)
+        return jnp.transpose(got, (2, 0, 1)), rope.rotate(x, cos, sin, layout)
+
+    got, wanted = both(x)
     assert got.dtype == x.dtype
-    wanted = rope.rotate(x, cos, sin, layout)
-    np.testing.assert_array_equal(jnp.transpose(got, (2, 0, 1)), wanted)
+    np.testing.assert_array_equal(got, wanted)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -329,9 +338,10 @@ def test_rotation_runs_in_jit_and_vmap():
     def f(x, pos):
         return rope.rotate(x, *rope.angles(freqs, pos), "neox")
 
-    np.testing.assert_allclose(jax.jit(f)(x, pos), f(x, pos), atol=1e-6)
-    both = jax.vmap(f)(jnp.stack([x, x]), jnp.stack([pos, pos + 1]))
-    np.testing.assert_allclose(both[1], f(x, pos + 1), atol=1e-6)
+    plain = f(x, pos)
+    np.testing.assert_allclose(jax.jit(f)(x, pos), plain, atol=1e-6)
+    xs, at = np.stack([x, x]), np.stack([pos + 1, pos])
+    np.testing.assert_allclose(jax.jit(jax.vmap(f))(xs, at)[1], plain, atol=1e-6)
 
 
 # Against Hugging Face transformers: tests/golden/rope_hf.json, by scripts/golden/write_hf.py

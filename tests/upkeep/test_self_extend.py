@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toys import RowModel, allclose
 
 from kvrt import CacheConfig, ContextShift, GroupSpec, MaskSpec, RopeSpec, Runtime, SelfExtend
 from kvrt import cells as kc
@@ -11,6 +10,7 @@ from kvrt.errors import BadConfig, CacheFull
 from kvrt.store import kv as kv_store
 from kvrt.store import rope as rotation
 from kvrt.upkeep.self_extend import plan_extend
+from tests.toys import RowModel, allclose
 
 N_CTX = 64
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
-from oracle import rope
-from toys import RowModel, allclose
 
 from kvrt import CacheConfig, GroupSpec, RopeSpec, Runtime
 from kvrt import cells as kc
 from kvrt.sizes import store_spec
 from kvrt.store import kv as kv_store
 from kvrt.upkeep import shift
+from tests.oracle import rope
+from tests.toys import RowModel, allclose
 
 H, D, B, N_CTX = 2, 8, 4, 18
 N_BLOCKS = 5  # the last one has two cells of four
