@@ -5,7 +5,7 @@ import gc
 from kvrt.cli.process import interrupt
 
 # 700 by default: then a tenth of a start goes to searching what is imported and traced for garbage.
-_N_ALLOCATIONS = 100_000
+_N_ALLOCATIONS = 200_000
 
 
 def enter() -> None:
