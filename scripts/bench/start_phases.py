@@ -4,7 +4,7 @@ import functools
 import json
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -28,14 +28,14 @@ def run() -> None:
 
 def _run(command: Callable[[], None]) -> None:
     ends: dict[str, float] = {}
-    within = Counter[str]()
+    within: defaultdict[str, float] = defaultdict(float)
 
     def end(phase: str) -> None:
         ends.setdefault(phase, time.perf_counter() - _START)
 
-    def note(event: str, seconds: float, **more: Any) -> None:
+    def note(event: str, duration_secs: float, **more: Any) -> None:
         if event in _WITHIN and "first token" not in ends:
-            within[f"within: {_WITHIN[event]}"] += seconds
+            within[f"within: {_WITHIN[event]}"] += duration_secs
 
     end("flags")
     import flax.nnx  # noqa: F401
