@@ -205,9 +205,7 @@ COMMANDS = (
         "what kvrt finds here, and what computes attention",
         "Says what kvrt runs on here: versions, devices, free memory, where compiled programs are "
         "kept, and what --attention auto takes and why. A kernel that was not tested on this "
-        "device yet is tested now. On a CPU products of int8 weights are measured once (half a "
-        "minute, best on a quiet machine), and later runs take the fastest forms. No weight is "
-        "read.",
+        "device yet is tested now. No weight is read.",
         e.DoctorOptions,
         "kvrt.cli.doctor",
         ("kvrt doctor", "kvrt doctor -m model.gguf --rope read"),

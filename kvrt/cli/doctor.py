@@ -13,7 +13,7 @@ import kvrt
 from kvrt.attention.choice import AttentionChoice, choose
 from kvrt.attention.choice.cases import Case, Query, case_of, cases_of
 from kvrt.cli.flags.serving import DoctorOptions
-from kvrt.cli.process import output, startup, status
+from kvrt.cli.process import output, startup
 from kvrt.cli.report.size import show_size
 from kvrt.cli.report.tables import table
 from kvrt.cli.setup.config import cache_config
@@ -21,9 +21,9 @@ from kvrt.cli.setup.open_runtime import choosing
 from kvrt.config import CacheConfig, GroupSpec, RopeSpec
 from kvrt.errors import UsageError
 from kvrt.program.layout import Layout, cell_layout
-from kvrt_models import hub, load
+from kvrt_models import load
 from kvrt_models.decoder import Decoder
-from kvrt_models.weights.forms import forms_by_processor, forms_line, measured_forms
+from kvrt_models.weights.forms import forms_by_processor, forms_line
 from kvrt_models.weights.int8_weights import kept_bytes
 
 # Of models of today, where none is named.
@@ -41,7 +41,7 @@ def execute(options: DoctorOptions) -> int:
     """
     startup.check_device(options.attention)
     startup.keep_programs_or_warn()
-    found = _found(_choice(options), quiet=options.json)
+    found = _found(_choice(options))
     output.write_text(json.dumps(found) + "\n" if options.json else _text(found))
     return 0
 
@@ -77,9 +77,10 @@ def _common(config: CacheConfig) -> list[Case]:
     return found
 
 
-def _found(choice: AttentionChoice, *, quiet: bool) -> dict[str, Any]:
+def _found(choice: AttentionChoice) -> dict[str, Any]:
     """All that is said, by name."""
     device, free = jax.devices()[0], startup.available_bytes()
+    on_cpu = jax.default_backend() == "cpu"
     return {
         "kvrt": kvrt.version(),
         "python": platform.python_version(),
@@ -92,7 +93,7 @@ def _found(choice: AttentionChoice, *, quiet: bool) -> dict[str, Any]:
         "programs": jax.config.jax_compilation_cache_dir,  # pyright: ignore[reportAttributeAccessIssue]
         "attention": dataclasses.asdict(choice),
         "int8_weights": _weights(),
-        "int8_products": _products(quiet=quiet),
+        "int8_products": forms_line(forms_by_processor()) if on_cpu else None,
     }
 
 
@@ -103,19 +104,6 @@ def _weights() -> dict[str, Any] | None:
     except UsageError:
         return None
     return {"folder": str(folder), "n_bytes": n_bytes}
-
-
-def _products(*, quiet: bool) -> str | None:
-    """Which form products of eight-bit weights take, where a CPU computes them; measured once."""
-    if jax.default_backend() != "cpu":
-        return None
-    try:
-        folder = hub.cache_dir()
-    except UsageError:
-        line = forms_line(forms_by_processor())
-        return f"{line}; by the processor, for there is no cache folder to keep what is measured"
-    with status.waiting("measuring how this machine multiplies eight bits, once", not quiet):
-        return forms_line(measured_forms(folder))
 
 
 def _text(found: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ buffer to float32 as a whole, twice the cache in every step.
 
 import functools
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from kvrt.store.codec import AnyKVArray, KVArray, Quantized, decode, encode, zer
 from kvrt.store.per_channel import KeyArray, PerChannel
 
 MOVE_CHUNK = 64
+T = TypeVar("T")
 
 
 @state
@@ -51,9 +53,14 @@ def create(spec: StoreSpec) -> KVStore:
     h, d = spec.n_kv_heads, spec.head_dim
     shape_v = n, h, b, spec.head_dim_v or d
     return KVStore(
-        k=tuple(_keys(spec, (n, h, d, b)) for _ in range(spec.n_buffers)),
-        v=tuple(zeros(spec.type_v, shape_v, 3) for _ in range(spec.n_buffers)),
+        k=_copies(_keys(spec, (n, h, d, b)), spec.n_buffers),
+        v=_copies(zeros(spec.type_v, shape_v, 3), spec.n_buffers),
     )
+
+
+def _copies(x: T, n: int) -> tuple[T, ...]:
+    """Several arrays like one, each in memory of its own; JAX copies while the host goes on."""
+    return tuple(jax.device_put([x] * n, may_alias=False))
 
 
 def _keys(spec: StoreSpec, shape: tuple[int, int, int, int]) -> KeyArray:

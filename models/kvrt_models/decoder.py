@@ -24,7 +24,7 @@ from kvrt_models.spec import DecoderSpec
 _Mixer = LatentAttention | GatedDeltaNet | KimiDelta | GatedRetention | mamba.Mamba1 | mamba.Mamba2
 
 
-class Block(nnx.Module):
+class Block(nnx.Module, pytree=False):
     """One layer: a mixer, then a gated network or experts, each on the normed stream.
 
     The mixer is attention, or a recurrence in the layers that keep a state; a few families have
@@ -152,7 +152,7 @@ def _feed_forward(
     return Gated(spec, weights, at)
 
 
-class Producer(nnx.Module):
+class Producer(nnx.Module, pytree=False):
     """Makes keys and values of the normed stream that other layers read, and adds nothing to it.
 
     Source: arXiv:2405.05254, sec. 2.2.
@@ -176,7 +176,7 @@ def _block(spec: DecoderSpec, layer: int, weights: Mapping[str, Matrix]) -> Bloc
     return (Producer if layer in spec.producers else Block)(spec, layer, weights)
 
 
-class Decoder(nnx.Module):
+class Decoder(nnx.Module, pytree=False):
     """Embedding, layers, norm and head; `embed`, `layers` and `head` can be run in parts."""
 
     def __init__(self, spec: DecoderSpec, weights: Mapping[str, Matrix]):

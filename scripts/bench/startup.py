@@ -1,10 +1,12 @@
-"""Time from starting `kvrt run` to its first token, in new processes, compiled programs kept.
+"""Time from a command to its first token, in new processes: `kvrt run`, and llama.cpp beside it.
 
     python -m scripts.bench.startup
     python -m scripts.bench.startup --phases
 
-The first start of each round has an empty folder of compiled programs, the others find what it
-left. With --phases also what the time of a later start goes to.
+Both read the same file; llama.cpp (through xllamacpp) keeps its types of weights. The first start
+finds an empty cache folder: it quantizes and compiles. Each round has one later start and one of
+llama.cpp. --phases adds what the time of a later start goes to. Modules are compiled to bytecode
+before, as an installation does.
 """
 
 import json
@@ -25,39 +27,58 @@ from scripts._lib import measure
 _N_STARTS = flags.DEFINE_integer("starts", 5, "Starts after the first.", lower_bound=1)
 _PHASES = flags.DEFINE_boolean("phases", False, "Time the phases of later starts, too.")
 
-_COMMAND = "from kvrt.__main__ import enter; enter()"
+_PROMPT = "Once upon a time"
+_KVRT = "from kvrt.__main__ import enter; enter()"
 _TIMED = "from scripts.bench.start_phases import run; run()"
-_ARGUMENTS = ["run", "-p", "Once upon a time", "-n", "2", "--temp", "0"]
+_ARGUMENTS = ("run", "-p", _PROMPT, "-n", "2", "--temp", "0")
+_LLAMA = """
+import sys, xllamacpp
+params = xllamacpp.CommonParams()
+params.model.path, params.n_ctx, params.n_parallel, params.verbosity = sys.argv[1], 8192, 1, 1
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = int(sys.argv[2])
+params.fit_params = params.ui = params.warmup = False
+request = {"prompt": sys.argv[3], "max_tokens": 1, "temperature": 0.0}
+print(xllamacpp.Server(params).handle_completions(request)["choices"][0]["text"], flush=True)
+"""
 
 
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    hub.resolve("smollm2-135m")
+    llama = (_LLAMA, str(hub.resolve("smollm2-135m")), str(os.cpu_count()), _PROMPT)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "models").symlink_to(hub.cache_dir() / "models")
         environment = {**os.environ, "KVRT_CACHE": folder}
-        samples = [first_token(environment) for _ in range(_N_STARTS.value + 1)]
-        found = [phases(environment) for _ in range(_N_STARTS.value if _PHASES.value else 0)]
-    later = measure.quartiles(samples[1:], scale=1, digits=2)
-    measure.emit("startup", first_s=round(samples[0], 2), later_s=later)
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        warm = "import kvrt.cli.run.run_command, xllamacpp, scripts.bench.start_phases"
+        subprocess.run([sys.executable, "-c", warm], env=environment, check=True)
+        first = first_token((_KVRT, *_ARGUMENTS), environment)
+        later, peer, found = [], [], []
+        for _ in range(_N_STARTS.value):
+            later.append(first_token((_KVRT, *_ARGUMENTS), environment))
+            peer.append(first_token(llama, environment))
+            if _PHASES.value:
+                found.append(phases(environment))
+    both = {"later_s": later, "llama_cpp_s": peer}
+    quartiles = {name: measure.quartiles(x, scale=1, digits=2) for name, x in both.items()}
+    measure.emit("startup", first_s=round(first, 2), **quartiles)
     if found:
         medians = {name: round(float(np.median([x[name] for x in found])), 3) for name in found[0]}
         measure.emit("startup phases", s=medians)
 
 
-def first_token(environment: dict[str, str]) -> float:
-    """Seconds until the first byte of text."""
+def first_token(program: Sequence[str], environment: dict[str, str]) -> float:
+    """Seconds until a program, and its arguments, writes its first byte of text."""
     start = time.perf_counter()
     with subprocess.Popen(
-        [sys.executable, "-c", _COMMAND, *_ARGUMENTS],
+        [sys.executable, "-c", *program],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     ) as process:
         assert process.stdout is not None
         if not process.stdout.read(1):
-            raise RuntimeError("kvrt run wrote nothing; run it by hand to see why")
+            raise RuntimeError(f"it wrote nothing, run it by hand to see why: {program}")
         seconds = time.perf_counter() - start
         process.stdout.read()
     return seconds

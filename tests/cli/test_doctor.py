@@ -12,21 +12,9 @@ from kvrt.cli.batch.digest import Digests
 from kvrt.cli.commands import COMMANDS
 from kvrt.cli.flags.parse import parse_flags
 from kvrt.cli.process import status
-from kvrt_models.layers.int8 import Forms
 from kvrt_models.weights import forms
 
 SAID = "chunked: no kernel for cpu"
-
-
-MEASURED = Forms(whole=((9, "int8"), (1 << 30, "bf16")), pieces=((30, "int8"), (1 << 30, "f32")))
-
-
-@pytest.fixture(autouse=True)
-def measured(monkeypatch):
-    """Counts measurements of products, which take half a minute elsewhere."""
-    calls = []
-    monkeypatch.setattr(forms, "measure_forms", lambda: (calls.append(None), MEASURED)[1])
-    return calls
 
 
 @pytest.fixture
@@ -58,6 +46,8 @@ def test_it_says_what_there_is_and_what_computes_attention(kvrt, cache):
     found = json.loads(kvrt("doctor", "--json").out)
     assert found["attention"] == {"implementation": "chunked", "reason": "no kernel for cpu"}
     assert found["devices"] == ["cpu"] * len(found["devices"]) and found["free_bytes"] > 0
+    line = forms.forms_line(forms.forms_by_processor())
+    assert (rows["products"], found["int8_products"]) == (f"of int8 weights: {line}", line)
     assert rows["kvrt"].startswith(found["kvrt"]) and rows["JAX"].startswith(found["jax"])
 
 
@@ -76,25 +66,6 @@ def test_it_says_how_much_room_kept_weights_take(kvrt, monkeypatch, tmp_path):
     assert told() == {"folder": str(folder), "n_bytes": 8_000_000}
     (line,) = [x for x in kvrt("doctor").out.decode().splitlines() if x.startswith("weights")]
     assert line.split(maxsplit=1)[1] == f"8.00 MB of int8 in {folder}"
-
-
-def test_it_measures_products_of_int8_weights_once(kvrt, measured, monkeypatch, tmp_path):
-    """Of matrices that are widened whole and of larger ones; or takes them by the processor."""
-
-    def told():
-        (line,) = [x for x in kvrt("doctor").out.decode().splitlines() if x.startswith("products")]
-        assert json.loads(kvrt("doctor", "--json").out)["int8_products"] in line
-        return line.split(maxsplit=1)[1].removeprefix("of int8 weights: ")
-
-    monkeypatch.setenv("KVRT_CACHE", str(tmp_path / "kept"))
-    for _ in range(2):
-        assert told() == "int8 to 9 tokens, then bf16; large matrices: int8 to 30 tokens, then f32"
-    assert len(measured) == 1 and forms.kept_forms(tmp_path / "kept") == MEASURED
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("KVRT_CACHE", str(tmp_path / "file" / "cache"))
-    line = forms.forms_line(forms.forms_by_processor())
-    assert told().startswith(f"{line}; by the processor, for there is no cache folder to keep")
-    assert len(measured) == 1
 
 
 def test_a_named_kernel_that_this_device_lacks_is_one_line(kvrt):

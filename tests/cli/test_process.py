@@ -201,6 +201,28 @@ def test_libraries_keep_off_standard_error():
     assert done.stderr == "kvrt: warning: odd numbers\n"
 
 
+UNUSED = (
+    "gguf jinja2 jax.experimental.pallas kvrt.attention.pallas kvrt.cli.batch kvrt.cli.chunks "
+    "kvrt.serving orbax tensorstore torch transformers xllamacpp"
+).split()
+
+
+def test_a_plain_run_imports_no_module_that_it_does_not_use(words, cache):
+    end = words.index(-1)
+    args = [str(word) for word in (*words[:end], "1", *words[end + 1 :])]
+    done = run(
+        "import gc, os, sys\n"
+        f"os.environ['KVRT_CACHE'] = {str(cache)!r}\n"
+        f"sys.argv = ['kvrt', *{args!r}, '--quiet']\n"
+        "from kvrt.__main__ import enter\n"
+        "try:\n    enter()\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
+        "assert gc.get_threshold()[0] == 200_000\n"
+        f"unused = {set(UNUSED)!r} & set(sys.modules)\n"
+        "assert not unused, unused\n"
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_no_network_for_the_default_model(kvrt, tmp_path, monkeypatch):
     monkeypatch.setenv("KVRT_CACHE", str(tmp_path / "empty"))
     # A port that nothing listens on, and no second try.

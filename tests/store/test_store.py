@@ -61,6 +61,12 @@ def check(store, kv):
         np.testing.assert_array_equal(v.astype(jnp.float32), kv[1][layer])
 
 
+def test_arrays_of_an_empty_store_share_no_memory():
+    arrays = jax.tree.leaves(empty("int8", "f16"))
+    assert len({x.unsafe_buffer_pointer() for x in arrays}) == len(arrays)
+    assert not any(np.asarray(x).any() for x in arrays)
+
+
 @pytest.mark.parametrize("type_k", TYPES)
 @pytest.mark.parametrize("type_v", TYPES)
 def test_a_new_store_is_zero_and_of_its_types(type_k, type_v):

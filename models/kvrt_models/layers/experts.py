@@ -59,7 +59,7 @@ def pairs_of(plan: TilePlan, tile: Int[Array, ""], tile_size: int) -> tuple[Arra
     return expert, jnp.where(nth < count, pairs, n_pairs)
 
 
-class Mixture(nnx.Module):
+class Mixture(nnx.Module, pytree=False):
     """A router, its experts, and where the model has one a network that every token takes too."""
 
     def __init__(self, of: DecoderSpec, experts: Experts, weights: Mapping[str, Matrix], at: str):
@@ -130,7 +130,7 @@ class Mixture(nnx.Module):
         return jnp.take_along_axis(scores, chosen, axis=1), chosen
 
 
-class Beside(nnx.Module):
+class Beside(nnx.Module, pytree=False):
     """A network that every token takes and, beside it, experts chosen by the stream before norms.
 
     Source: transformers `Gemma4TextDecoderLayer`, `Gemma4TextRouter`.

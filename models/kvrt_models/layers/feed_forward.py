@@ -36,7 +36,7 @@ def _clamped(of: Clamped, gate: Array, up: Array) -> Array:
     return gate * jax.nn.sigmoid(of.alpha * gate) * (up + 1.0)
 
 
-class Gated(nnx.Module):
+class Gated(nnx.Module, pytree=False):
     """A gated network; its two inner matrices are one, with the rows of the gate first."""
 
     def __init__(self, of: DecoderSpec, weights: Mapping[str, Matrix], at: str, end: str = ""):

@@ -128,8 +128,8 @@ def rows_of(matrix: Int8Matrix, ids: Int[Array, " T"]) -> Float[Array, "T I"]:
 def int8_product(x: Float[Array, "T I"], matrix: Int8Matrix) -> Float[Array, "T O"]:
     """X times the transpose of the matrix, in float32.
 
-    On CPU in the form that was measured. GPUs and TPUs multiply integers of eight bits themselves:
-    there it is always they, and nothing is widened.
+    On CPU in the form that `matrix.forms` names. GPUs and TPUs multiply integers of eight bits
+    themselves: there it is always they, and nothing is widened.
     """
     form = matrix.forms.of(x.shape[0], in_pieces=piece_size(matrix) is not None)
     multiply = functools.partial(by_form, form)

@@ -22,7 +22,7 @@ from kvrt_models.spec import DecoderSpec
 _KEY_EPS = 1e-6
 
 
-class IndexProjections(nnx.Module):
+class IndexProjections(nnx.Module, pytree=False):
     """Index queries, keys and weights of heads, of one layer; one key for all heads.
 
     Source: DeepSeek-V3.2-Exp `inference/model.py`, "Indexer", without its Hadamard transform and
@@ -52,7 +52,7 @@ class IndexProjections(nnx.Module):
         return jnp.roll(x, -self.n_rope, axis=2)
 
 
-class LatentAttention(nnx.Module):
+class LatentAttention(nnx.Module, pytree=False):
     """The attention of one layer."""
 
     def __init__(self, spec: DecoderSpec, of: Latent, layer: int, weights: Mapping[str, Matrix]):

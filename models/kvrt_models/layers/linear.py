@@ -17,7 +17,7 @@ Matrix = Array | Int8Matrix
 _MOST_TRANSPOSED = 64
 
 
-class Linear(nnx.Module):
+class Linear(nnx.Module, pytree=False):
     """A weight [O, I] and, where the model has one, a bias [O]; experts have theirs in one."""
 
     def __init__(self, weight: Matrix, bias: Array | None = None):

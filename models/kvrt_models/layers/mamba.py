@@ -21,7 +21,7 @@ from kvrt_models.layers.ssm import SsmSpec
 from kvrt_models.spec import DecoderSpec
 
 
-class Convolution(nnx.Module):
+class Convolution(nnx.Module, pytree=False):
     """A causal convolution of every channel with itself, then SiLU."""
 
     def __init__(self, weight: Array, bias: Array | None):
@@ -54,7 +54,7 @@ class Convolution(nnx.Module):
         return lax.dynamic_slice_in_dim(seen, n, window.shape[0]), jax.nn.silu(y)
 
 
-class Mamba1(nnx.Module):
+class Mamba1(nnx.Module, pytree=False):
     """Selective state space with a decay of its own for each channel and state.
 
     Source: arXiv:2312.00752, sec. 3; with norms of step size, B and C arXiv:2403.19887, sec. 6.4.
@@ -90,7 +90,7 @@ class Mamba1(nnx.Module):
         return (window, past), jnp.sum(past * c, axis=1) + self.skip[...] * x
 
 
-class Mamba2(nnx.Module):
+class Mamba2(nnx.Module, pytree=False):
     """Selective state space of heads: one decay a head, B and C shared by a group of heads.
 
     Source: arXiv:2405.21060, sec. 7.

@@ -86,7 +86,7 @@ def rotated(x: Float[Array, "T H K"], pos: Float[Array, " T"], base: float) -> A
     return jnp.stack([a * c - b * s, a * s + b * c], axis=-1).reshape(x.shape)
 
 
-class GatedRetention(nnx.Module):
+class GatedRetention(nnx.Module, pytree=False):
     """A mixer whose heads keep a matrix each, normed and multiplied by a gate."""
 
     def __init__(self, of: SsmSpec, layer: int, weights: Mapping[str, Matrix], eps: float):

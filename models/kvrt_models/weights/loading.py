@@ -1,6 +1,5 @@
 """From a source to the weights of a decoder: their shapes at once, their numbers as they come."""
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
@@ -11,14 +10,12 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from kvrt.errors import UsageError
-from kvrt_models import hub
 from kvrt_models.layers.int8 import Forms, Int8Matrix
 from kvrt_models.layers.linear import Matrix
 from kvrt_models.layers.tensors import is_matrix, weight_parts, weight_shape
 from kvrt_models.spec import DecoderSpec
 from kvrt_models.weights import int8_weights
-from kvrt_models.weights.forms import forms_by_processor, kept_forms
+from kvrt_models.weights.forms import forms_by_processor
 from kvrt_models.weights.int8_weights import Watch
 from kvrt_models.weights.shapes import weight_shapes
 from kvrt_models.weights.source import WeightSource
@@ -103,10 +100,7 @@ def _forms(of: DecoderSpec) -> Forms | None:
     sizes = [math.prod(weight_shape(of, tensors)) for tensors in weight_parts(of).values()]
     if jax.default_backend() != "cpu" or max(sizes) < _LEAST_CHOSEN:
         return None
-    kept = None
-    with contextlib.suppress(UsageError):  # the weights cannot be kept either, which is told
-        kept = kept_forms(hub.cache_dir())
-    return kept or forms_by_processor()
+    return forms_by_processor()
 
 
 def _reader(source: WeightSource, dtype: WeightType) -> Callable[[str], np.ndarray]:

@@ -22,7 +22,7 @@ from kvrt_models.layers.ssm import SsmSpec
 _EPS = 1e-6
 
 
-class DeltaMixer(nnx.Module):
+class DeltaMixer(nnx.Module, pytree=False):
     """Matrix states of heads, several of which may share a query and a key.
 
     What makes decays and gates is each family's own.

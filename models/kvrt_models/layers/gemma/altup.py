@@ -19,7 +19,7 @@ from kvrt_models.spec import DecoderSpec
 _LEAST = 1e-5
 
 
-class Streams(nnx.Module):
+class Streams(nnx.Module, pytree=False):
     """Makes the streams of the embedding, and one of them behind the last layer."""
 
     def __init__(self, of: DecoderSpec, weights: Mapping[str, Matrix]):
@@ -42,7 +42,7 @@ class Streams(nnx.Module):
         return jnp.mean(jnp.stack([first, *made]), axis=0)
 
 
-class AlternatingUpdate(nnx.Module):
+class AlternatingUpdate(nnx.Module, pytree=False):
     """What a layer does with the streams: it predicts all, computes one, and corrects all by it."""
 
     def __init__(self, of: DecoderSpec, altup: AltUp, weights: Mapping[str, Matrix], at: str):
@@ -78,7 +78,7 @@ class AlternatingUpdate(nnx.Module):
         return jnp.tanh(self.router(normed * (1.0 / x.shape[1])))
 
 
-class LowRankResidual(nnx.Module):
+class LowRankResidual(nnx.Module, pytree=False):
     """The stream and what two narrow products make of it."""
 
     def __init__(self, of: DecoderSpec, weights: Mapping[str, Matrix], at: str):

@@ -11,7 +11,7 @@ from kvrt_models.layers.linear import Linear, Matrix, embed, rms_norm
 from kvrt_models.spec import DecoderSpec
 
 
-class LayerEmbedding(nnx.Module):
+class LayerEmbedding(nnx.Module, pytree=False):
     """The inputs of all layers, one behind the other: of the token, and of its embedding.
 
     Source: transformers `Gemma4TextModel.get_per_layer_inputs`, `project_per_layer_inputs`.
@@ -36,7 +36,7 @@ class LayerEmbedding(nnx.Module):
         return (made + own) * 2.0**-0.5
 
 
-class LayerGate(nnx.Module):
+class LayerGate(nnx.Module, pytree=False):
     """What a layer adds to the stream of its own input, gated by the stream."""
 
     def __init__(self, of: DecoderSpec, weights: Mapping[str, Matrix], at: str):
