@@ -88,6 +88,13 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Examples compile programs of their own: a first one takes seconds, whatever the machine.
 hypothesis.settings.register_profile("kvrt", deadline=None)
+# The same examples each time, and the first one that fails: for scripts.soak.mutants.
+hypothesis.settings.register_profile(
+    "first",
+    deadline=None,
+    derandomize=True,
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+)
 hypothesis.settings.load_profile("kvrt")
 
 
@@ -107,13 +114,18 @@ def pytest_collection():
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Files of real models come first, then those of many tests: no worker ends with a long one."""
+    """Workers begin with files of real models, then those of many tests: none ends with a long one.
+
+    One process runs files in the order in which they are named.
+    """
     if not config.getoption("--full"):
         _leave_out(config, items, lambda item: item.get_closest_marker("full"))
     if turn := config.getoption("--turn"):
         ids = [item.nodeid for item in items if not getattr(item.module, "WHOLE", False)]
         others = set(ids).difference(in_their_turn(ids, *turn))
         _leave_out(config, items, lambda item: item.nodeid in others)
+    if not hasattr(config, "workerinput"):
+        return
     n_tests = Counter(item.path for item in items)
     real = {item.path for item in items if item.get_closest_marker("model")}
     items.sort(key=lambda item: (item.path not in real, -n_tests[item.path]))

@@ -1,11 +1,19 @@
-"""Faults put into a copy of the tree, one at a time: which tests of the default suite find each.
+"""Faults put into a copy of the tree, one at a time: which test of the default suite finds each.
 
     python -m scripts.soak.mutants
-    python -m scripts.soak.mutants --only tiers --jobs 2
+    python -m scripts.soak.mutants --only pages --programs /tmp/programs
+    python -m scripts.soak.mutants --list
 
-A fault replaces a piece of code that stands once in its file. Its tests are the files of the
-default suite that should find it; a fault is found when one of them fails. Prints a line for each
-fault, then how many were found; ends with 1 if one was not.
+The faults stand in `faults.toml`, by room. Each replaces code that stands once in its file or,
+where it was moved, in one other file. Its tests are files or folders of the default suite, quickest
+first; the fault is found when one of them fails. Prints a line for each fault with the test that
+found it, then what is not as it should be and the counts by room:
+
+    MISSED  all of its tests pass
+    STALE   its code or a test of it is gone, so that it could not be tried
+    BROKEN  the test that found it fails on the tree as it is
+
+Ends with 1 if there is one of these.
 """
 
 import concurrent.futures
@@ -15,260 +23,168 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from absl import app, flags
 
-_ONLY = flags.DEFINE_string("only", "", "Faults whose name begins so.")
+_ONLY = flags.DEFINE_string("only", "", "Faults whose `room: name` begins so.")
+_LIST = flags.DEFINE_boolean("list", False, "Only say where each fault goes and what finds it.")
 _JOBS = flags.DEFINE_integer("jobs", 1, "Faults tried at once.", lower_bound=1)
-
-ROOT = Path(__file__).parents[2]
-SELECT = ("tests/attention/test_select.py", "tests/runtime/test_select_runtime.py")
-KVZIP = ("tests/policies/test_kvzip.py",)
-READS = ("tests/policies/test_coming_back.py", "tests/policies/test_scored.py")
-TIERS = (
-    "tests/paged/test_tier_index.py",
-    "tests/paged/test_tiers.py",
-    "tests/paged/test_two_phases.py",
-    "tests/paged/test_block_file.py",
-    "tests/paged/test_disk_tiers.py",
-    "tests/serving/test_engine_tiers.py",
+_PROGRAMS = flags.DEFINE_string(
+    "programs", None, "Folder of compiled programs, kept for later runs; none keeps them for one."
 )
 
+ROOT = Path(__file__).parents[2]
+TABLE = Path(__file__).with_name("faults.toml")
+CODE = ("kvrt", "models")
+COPIED = (*CODE, "tests", "scripts", "pyproject.toml", "README.md")
+LIMIT_S = 900
+PYTEST = ("-n", "0", "-q", "-p", "no:cacheprovider", "--hypothesis-profile", "first")
 
-@dataclasses.dataclass(frozen=True)
-class Mutant:
+
+class Stale(Exception):
+    """A fault that cannot be tried on this tree, and why."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fault:
     """A fault.
 
     Attributes:
+      room: part of kvrt that it is in.
       name: what it does wrong.
       path: file it is put into.
       old: code that stands there once.
       new: code in its place.
-      tests: files of tests that should find it.
+      tests: files and folders of tests that should find it, quickest first.
     """
 
+    room: str
     name: str
     path: str
     old: str
     new: str
     tests: Sequence[str]
 
-
-_LABELS = "kvrt/attention/select/labels.py"
-_CHOOSE = "kvrt/attention/select/choose.py"
-_UPKEEP = "kvrt/program/labels/upkeep.py"
-_ZIP = "kvrt/policies/scored/kvzip.py"
-_COMPRESS = "kvrt/runtime/compress.py"
-_READS = "kvrt/attention/scored/reads.py"
-_OFFLOAD = "kvrt/serving/offload.py"
-_TIERING = "kvrt/paged/tiers/tiering.py"
-
-MUTANTS = (
-    Mutant(
-        "labels: empty cells count in extremes",
-        _LABELS,
-        "jnp.max(jnp.where(held, keys, -far), axis=-1)",
-        "jnp.max(keys, axis=-1)",
-        SELECT,
-    ),
-    Mutant(
-        "labels: a rebuilt block's labels go to the place of another",
-        _LABELS,
-        "(zero, zero, block * new.shape[-1])",
-        "(zero, zero, block)",
-        SELECT,
-    ),
-    Mutant(
-        "labels: a step of one token labels nothing",
-        _LABELS,
-        "found.append(jax.tree.map(_at_cells(at), old, new))",
-        "found.append(old)",
-        SELECT,
-    ),
-    Mutant(
-        "labels: a prefill step marks nothing",
-        _UPKEEP,
-        "self.mark_slots(i, slots[..., n_labelled(of_group) :])",
-        "self.mark_slots(i, slots[..., slots.shape[-1] :])",
-        SELECT,
-    ),
-    Mutant(
-        "labels: removed cells are not marked",
-        _UPKEEP,
-        "self.mark_slots(store, changed)",
-        "self.mark_slots(store, changed[:0])",
-        SELECT,
-    ),
-    Mutant(
-        "labels: a K-shift leaves them behind",
-        "kvrt/program/labels/shift.py",
-        "if labelled is None:",
-        "if labelled is None or cells is not None:",
-        SELECT,
-    ),
-    Mutant(
-        "labels: greatest and least keys are confused",
-        _CHOOSE,
-        "[jnp.maximum(q, 0.0), jnp.minimum(q, 0.0)]",
-        "[jnp.minimum(q, 0.0), jnp.maximum(q, 0.0)]",
-        SELECT,
-    ),
-    Mutant(
-        "labels: sinks are not kept",
-        _CHOOSE,
-        "(pos < select.n_sink)[None] | near",
-        "(pos < 0)[None] | near",
-        SELECT,
-    ),
-    Mutant(
-        "KVzip: the prompt's own queries count",
-        _ZIP,
-        ">= self.n_prompt",
-        ">= 0",
-        KVZIP,
-    ),
-    Mutant(
-        "KVzip: attention is summed",
-        _ZIP,
-        "Tap(greatest=True)",
-        "Tap()",
-        KVZIP,
-    ),
-    Mutant(
-        "KVzip: scores are those before the repetition",
-        _COMPRESS,
-        "_one(spec, repeated).sums",
-        "_one(spec, prompt).sums",
-        KVZIP,
-    ),
-    Mutant(
-        "KVzip: what asks for the repetition is left out",
-        _COMPRESS,
-        "read([*ask, *tokens], n)",
-        "read([*tokens], n)",
-        KVZIP,
-    ),
-    Mutant(
-        "n_read: the query that reads all comes one late",
-        _READS,
-        "return lax.rem(pos, jnp.int32(reads.every)) == 0",
-        "return lax.rem(pos, jnp.int32(reads.every)) == 1",
-        READS,
-    ),
-    Mutant(
-        "n_read: the newest are chosen as well",
-        _READS,
-        "slots.pos < pos + reads.every - reads.n_recent",
-        "slots.pos < pos + reads.every",
-        READS,
-    ),
-    Mutant(
-        "n_read: one more of the newest is read",
-        _READS,
-        "> pos[None, :, None] - reads.n_recent",
-        ">= pos[None, :, None] - reads.n_recent",
-        READS,
-    ),
-    Mutant(
-        "n_read: a token is read twice",
-        _READS,
-        "(near ^ is_chosen[None, None])",
-        "(near | is_chosen[None, None])",
-        READS,
-    ),
-    Mutant(
-        "n_read: chosen slots do not follow an eviction",
-        "kvrt/attention/scored/head_slots.py",
-        "return jnp.take_along_axis(now, chosen, axis=1)",
-        "return chosen",
-        READS,
-    ),
-    Mutant(
-        "n_read: sums fade twice as fast between two that read all",
-        "kvrt/attention/scored/attend.py",
-        "sums=_faded(spec, after.sums, n)), out",
-        "sums=_faded(spec, after.sums, 2 * n)), out",
-        READS,
-    ),
-    Mutant(
-        "tiers: a damaged block is taken",
-        "kvrt/paged/tiers/block_file.py",
-        "return found == name and digest == _digest(name, out)",
-        "return found == name",
-        TIERS,
-    ),
-    Mutant(
-        "tiers: blocks of one copy are stored in another order",
-        "kvrt/paged/tiers/host.py",
-        "self.data[list(ids)] = host[: len(ids)]",
-        "self.data[list(ids)] = host[: len(ids)][::-1]",
-        TIERS,
-    ),
-    Mutant(
-        "tiers: blocks of one load come in another order",
-        _TIERING,
-        "self._scatter(ids, self._host.read(where))",
-        "self._scatter(ids, self._host.read(where)[::-1])",
-        TIERS,
-    ),
-    Mutant(
-        "tiers: a loaded block is registered under its neighbour's hash",
-        _OFFLOAD,
-        "in zip(new, keys, strict=True):",
-        "in zip(new[::-1], keys, strict=True):",
-        TIERS,
-    ),
-    Mutant(
-        "tiers: groups share the names of their blocks",
-        "kvrt/paged/tiers/disk.py",
-        'return group.to_bytes(4, "big") + b"".join',
-        'return b"".join',
-        TIERS,
-    ),
-    Mutant(
-        "tiers: a copy that failed counts as stored",
-        _TIERING,
-        "self._host.index.complete_store(keys, bool(ok))",
-        "self._host.index.complete_store(keys, True)",
-        TIERS,
-    ),
-)
+    def __str__(self) -> str:
+        """Room and name."""
+        return f"{self.room}: {self.name}"
 
 
-def tried(mutant: Mutant) -> tuple[bool, str]:
-    """Whether the default suite finds a fault, and the line of the first test that does."""
-    with tempfile.TemporaryDirectory() as folder:
-        for name in ("kvrt", "models", "tests", "scripts"):
-            shutil.copytree(ROOT / name, Path(folder, name))
-        for name in ("pyproject.toml", "README.md"):
-            shutil.copy(ROOT / name, folder)
-        path = Path(folder, mutant.path)
-        code = path.read_text()
-        assert code.count(mutant.old) == 1, f"{mutant.path} has {mutant.old!r} not once"
-        path.write_text(code.replace(mutant.old, mutant.new))
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, f"{folder}/models"])}
-        words = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", *mutant.tests]
-        done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True)
-    if done.returncode not in (0, 1):
-        raise RuntimeError(f"{mutant.name}: pytest ended with {done.returncode}: {done.stdout}")
+def read_faults(only: str = "") -> list[Fault]:
+    """The faults whose room and name begin with a text, in the order of the table."""
+    rooms = tomllib.loads(TABLE.read_text())
+    faults = [Fault(room=r, name=n, **x) for r, named in rooms.items() for n, x in named.items()]
+    return [x for x in faults if str(x).startswith(only)]
+
+
+def place(fault: Fault) -> str:
+    """The file that a fault goes into: its own, or the one that its code was moved to.
+
+    Raises:
+      Stale: its code stands nowhere or more than once, or a test of it is gone.
+    """
+    gone = [x for x in fault.tests if not (ROOT / x).exists()]
+    if gone:
+        raise Stale(f"no {', '.join(gone)}; name the tests that took its place")
+    if (ROOT / fault.path).exists() and (ROOT / fault.path).read_text().count(fault.old) == 1:
+        return fault.path
+    files = [x for folder in CODE for x in sorted((ROOT / folder).rglob("*.py"))]
+    counts = {str(x.relative_to(ROOT)): x.read_text().count(fault.old) for x in files}
+    found = [x for x, n in counts.items() if n]
+    if sum(counts.values()) != 1:
+        raise Stale(f"{fault.old!r} stands in {', '.join(found) or 'no file'}, not once")
+    return found[0]
+
+
+def failures(folder: Path, tests: Iterable[str], programs: str, *more: str) -> list[str]:
+    """The tests that fail in a tree.
+
+    Raises:
+      Stale: pytest has nothing to run, or ends in another way.
+    """
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), f"{folder}/models"])}
+    words = [sys.executable, "-m", "pytest", *PYTEST, f"--programs={programs}", *more, *tests]
+    done = subprocess.run(
+        words, cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT_S
+    )
     failed = [x for x in done.stdout.splitlines() if x.startswith(("FAILED", "ERROR"))]
-    return done.returncode == 1, failed[0].split(" - ")[0] if failed else ""
+    if done.returncode not in (0, 1) or bool(failed) != bool(done.returncode):
+        raise Stale(f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-300:]}")
+    return [x.split(" - ")[0].split(maxsplit=1)[1] for x in failed]
+
+
+def first_failure(fault: Fault, programs: str) -> str:
+    """The first test of a fault that fails on a copy of the tree with it, "" if all pass.
+
+    Raises:
+      Stale: as of `place` and `failures`.
+    """
+    path = place(fault)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in COPIED:
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+            copy(ROOT / name, Path(folder, name))
+        code = Path(folder, path).read_text()
+        Path(folder, path).write_text(code.replace(fault.old, fault.new))
+        failed = failures(Path(folder), fault.tests, programs, "-x")
+    return failed[0] if failed else ""
+
+
+def trial(fault: Fault, programs: str) -> tuple[str, str]:
+    """What became of a fault, found, MISSED or STALE; and the test that found it, or why."""
+    start = time.monotonic()
+    try:
+        test = first_failure(fault, programs)
+    except (Stale, subprocess.TimeoutExpired) as error:
+        return "STALE", str(error)
+    print(f"{time.monotonic() - start:4.0f} s  {fault}  {test or 'no test fails'}", flush=True)
+    return ("found", test) if test else ("MISSED", "")
+
+
+def try_all(faults: Sequence[Fault], programs: str) -> list[tuple[str, str]]:
+    """What became of each fault; of those found, by tests that pass on the tree as it is."""
+    with concurrent.futures.ThreadPoolExecutor(_JOBS.value) as pool:
+        results = list(pool.map(trial, faults, [programs] * len(faults)))
+    tests = dict.fromkeys(test for what, test in results if what == "found")
+    broken = failures(ROOT, tests, programs) if tests else []
+    return [("BROKEN", test) if test in broken else (what, test) for what, test in results]
+
+
+def where(fault: Fault) -> tuple[str, str]:
+    """Whether a fault can be tried, and the line that it goes into, or why not."""
+    try:
+        path = place(fault)
+    except Stale as error:
+        return "STALE", str(error)
+    code = (ROOT / path).read_text()
+    line = code[: code.index(fault.old)].count("\n") + 1
+    return "ready", f"{path}:{line}  {' '.join(fault.tests)}"
 
 
 def main(argv: Sequence[str]) -> None:
-    """Tries all of them."""
+    """Tries or lists them."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    mutants = [m for m in MUTANTS if m.name.startswith(_ONLY.value)]
-    n_found = 0
-    with concurrent.futures.ThreadPoolExecutor(_JOBS.value) as pool:
-        for mutant, (found, test) in zip(mutants, pool.map(tried, mutants), strict=True):
-            n_found += found
-            print(f"{'found' if found else 'MISSED'}  {mutant.name}  {test}", flush=True)
-    print(f"{n_found} of {len(mutants)} faults found")
-    if n_found < len(mutants):
+    faults = read_faults(_ONLY.value)
+    if _LIST.value:
+        good, results = "ready", [where(x) for x in faults]
+    else:
+        with tempfile.TemporaryDirectory() as own:
+            good, results = "found", try_all(faults, os.path.abspath(_PROGRAMS.value or own))
+    counts = Counter()
+    for fault, (what, text) in zip(faults, results, strict=True):
+        counts[fault.room] += what == good
+        if _LIST.value or what != good:
+            print(f"{what}  {fault}  {text}")
+    for room, n in Counter(x.room for x in faults).items():
+        print(f"{room}: {counts[room]} of {n} {good}")
+    print(f"{counts.total()} of {len(faults)} faults {good}")
+    if counts.total() < len(faults):
         sys.exit(1)
 
 

@@ -62,6 +62,15 @@ def test_groups_are_freed_one_after_the_other_newest_block_first():
 # --- order and failure ----------------------------------------------------------------------------
 
 
+def test_of_reserved_blocks_those_are_kept_that_a_request_has_not_taken():
+    c = Cache([full()], 11)
+    c.start("A", text(16))
+    c.paged.reserve("A", [3])
+    assert c.paged.promises.n_kept() == [2] and c.paged.promises.n_kept("A") == [0]
+    c.grow("A", 48)
+    assert c.paged.promises.n_kept() == [0]
+
+
 def test_all_hits_are_held_before_a_block_is_taken():
     c = Cache([full(4), window(5, b=4)], 8, order="by_time")
     c.start("A", text(9))

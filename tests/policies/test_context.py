@@ -8,11 +8,9 @@ from hypothesis import assume, example, given
 from kvrt import CacheConfig, Runtime
 from kvrt.cellcache.host_cells import HostCells
 from kvrt.cellcache.room import plan_room
-from kvrt.policies import AttentionSinks, ContextShift, PolicyContext
-from kvrt.policies.context import n_at_once
+from kvrt.policies import AttentionSinks, ContextShift, Drop, PolicyContext
+from kvrt.policies.context import Advance, n_at_once
 from tests.toys import ToyLm
-
-pytestmark = pytest.mark.slow
 
 KEPT, SOME = st.integers(0, 12), st.integers(1, 9)
 SHIFTS = st.builds(ContextShift, n_keep=KEPT, n_discard=st.none() | SOME)
@@ -49,6 +47,14 @@ class Cells:
         host.append(slots, pos, np.zeros(n, np.int32))
 
 
+def test_a_context_is_as_full_as_what_is_left_in_it():
+    context = PolicyContext(policy=ContextShift(), n_ctx=8, n_step=8)
+    older = (Drop(p0=0, p1=3),)
+    assert context.advance(4, 7, 0) == Advance(drops=older, n_until=10)
+    assert context.advance(4, 10, 3) == Advance(drops=older, n_until=13)
+
+
+@pytest.mark.slow
 @example(policy=ContextShift(), n_ctx=8, n_step=8, n_prompt=16, n_more=0, requantizes=False)
 @example(policy=ContextShift(n_keep=3), n_ctx=8, n_step=4, n_prompt=16, n_more=9, requantizes=False)
 @given(
@@ -84,6 +90,7 @@ def test_drops_are_those_of_the_cells(policy, n_ctx, n_step, n_prompt, n_more, r
     assert {drop for _, drop in drops} == {drop for _, drop in events}
 
 
+@pytest.mark.slow
 def test_a_prompt_beyond_the_context_in_steps_as_long_as_it():
     """Halves leave one token, so that a step of all cells but the last never fits beside it."""
     config = CacheConfig(n_ctx=8, block_size=8, n_ubatch=8)

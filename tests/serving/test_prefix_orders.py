@@ -103,7 +103,7 @@ def test_by_memory_nobody_is_preempted_and_as_many_run_as_fit():
 def test_by_memory_samples_that_follow_are_counted():
     s = Served(PlainSpace(8, 20, block=1), Rules(n_batch=64, order="batchllm"))
     for i in range(6):
-        s.add(ask(f"{i}", [i, i, i], 3, n=2))
+        s.add(ask(f"{i}", [i, i, i], 5, n=2))
     s.run(200)
     assert not sum(x.n_preempted for x in s.ended.values())
 

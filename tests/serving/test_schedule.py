@@ -47,6 +47,18 @@ def test_a_prompt_of_which_one_token_is_missing_decodes():
     assert plan.admitted[0].n_cached == 8
 
 
+def test_a_sample_whose_last_token_is_awaited_decodes_no_more():
+    s = served()
+    s.add(ask("short", n_predict=2))
+    s.add(ask("long", n_predict=3))
+    for names in (["short", "long"], ["short", "long"], ["long"]):
+        plan = s.scheduler.plan()
+        assert ids(plan.ending) == names
+        s.scheduler.ran(plan)
+        for state in s.scheduler.running:
+            state.tokens.append(0)
+
+
 def test_no_prompt_takes_more_than_its_limit_while_others_want_some():
     s = served(n_seq_max=3, n_chunk=6, n_blocks=400)
     s.add(ask("long", 1000))

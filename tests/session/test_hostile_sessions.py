@@ -272,5 +272,6 @@ def test_tokens_at_one_position_may_share_a_cell():
     part = dataclasses.replace(part, pos=np.array([0, 1], np.int32), lost={})
     owners.check_cells("x", [part], text)
     short = dataclasses.replace(part, index=part.index[:1], pos=part.pos[:1], seqs=part.seqs[:1])
-    with pytest.raises(errors.BadSession, match="no cell holds position 1 of sequence 0"):
-        owners.check_cells("x", [short], text)
+    for lost in ({}, {0: ((0, 1),)}):  # a position that is lost is not the one behind it
+        with pytest.raises(errors.BadSession, match="no cell holds position 1 of sequence 0"):
+            owners.check_cells("x", [dataclasses.replace(short, lost=lost)], text)

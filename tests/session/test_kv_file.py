@@ -231,6 +231,16 @@ def newer(data):
     )
 
 
+@pytest.mark.parametrize("newest", [0, 1])
+def test_the_newer_of_two_slots_is_read(newest):
+    old = frame.of_manifest(b"old", frame.PAGE, generation=1)
+    new = frame.of_manifest(b"newer", old.end, generation=2)
+    page = bytearray(frame.page(old))
+    slot = frame.slot(new)
+    page[frame.SLOTS[newest] : frame.SLOTS[newest] + len(slot)] = slot
+    assert frame.newest_frame(bytes(page), new.end) == new
+
+
 def test_a_newer_format_is_refused_by_its_number(sound, tmp_path, monkeypatch):
     path = tmp_path / "x.kv"
     path.write_bytes(sound[0])

@@ -129,6 +129,10 @@ def test_a_state_that_is_kept_between_ends_a_chunk():
     assert_alike(index(src, dst), 2, 8)
 
 
+def test_tokens_of_sequences_that_take_turns_go_one_by_one():
+    assert planned_lengths(index([0, 1] * 10, [0, 1] * 10), 2, 64).tolist() == [1] * 20
+
+
 def test_few_tokens_run_the_program_of_steps():
     at = index([0] * 7, [0] * 7)
     tables, xs = (jnp.zeros((1, WIDTH)),), (jnp.ones((7, WIDTH)),)
