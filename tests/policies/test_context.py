@@ -12,7 +12,7 @@ from kvrt.cellcache.room import plan_room
 from kvrt.policies import AttentionSinks, ContextShift, PolicyContext
 from kvrt.policies.context import n_at_once
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("numpy_device")]
 
 KEPT, SOME = st.integers(0, 12), st.integers(1, 9)
 SHIFTS = st.builds(ContextShift, n_keep=KEPT, n_discard=st.none() | SOME)

@@ -13,6 +13,8 @@ from kvrt.errors import BadConfig, CacheFull
 from kvrt.policies import POLICIES, AttentionSinks
 from kvrt.runtime.generate import After
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 N_CTX, N_KEEP = 24, 3
 SIZES = {
     "context_shift": [dict(n_keep=N_KEEP), dict(n_keep=N_KEEP, n_discard=2)],

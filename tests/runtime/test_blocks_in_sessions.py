@@ -14,6 +14,8 @@ from kvrt.session import manifest as manifests
 from kvrt.session.change import edit
 from kvrt.session.manifest import Blob
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 TEXT = [(7 * i + i // 5) % 32 for i in range(80)]
 MASKS = [MaskSpec(), MaskSpec(kind="window", size=12)]
 

@@ -8,7 +8,7 @@ from toys import HybridLm, ToyLm, allclose
 from kvrt import AttentionSinks, CacheConfig, ContextShift, MaskSpec, Runtime, SelfExtend
 from kvrt.errors import BadConfig, CannotRewind
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("numpy_device")]
 
 WINDOW, CHUNKS = MaskSpec(kind="window", size=12), MaskSpec(kind="chunked", size=16)
 TEXT = [(7 * i + i // 5) % 32 for i in range(150)]

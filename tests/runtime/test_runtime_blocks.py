@@ -10,6 +10,8 @@ from kvrt import cells as kc
 from kvrt.cache import room
 from kvrt.errors import BadConfig, BadRange, BadSequence, CacheFull, UsageError
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 B = 8
 TEXT = [(7 * i + i // 5) % 32 for i in range(80)]
 WINDOW, CHUNKS = MaskSpec(kind="window", size=12), MaskSpec(kind="chunked", size=16)

@@ -23,7 +23,7 @@ from kvrt import (
 )
 from kvrt.cells.cells import owned
 from kvrt.errors import BadConfig, BadToken, CacheFull
-from kvrt.store.kv import read_kv
+from kvrt.store.codec import decode
 from tests.indexedlm import IndexedLm
 from tests.latentlm import LatentLm
 from tests.marks import first_fast, slow
@@ -103,9 +103,8 @@ def of_owned(runtime):
         order = mine[np.argsort(group.pos[mine])]
         keep = mask.size if runtime._cache.host.groups[i].group.rolls else len(order)
         order = order[-keep:]
-        store = runtime.cache.stores[i]
-        rows = [read_kv(store, layer, order) for layer in range(len(store.k))]
-        found.append((group.pos[order], [np.asarray(x) for kv in rows for x in kv]))
+        rows = runtime._cache.device.take_kv(i, order)
+        found.append((group.pos[order], [np.asarray(decode(x, -1)) for x in rows]))
     states = runtime._cache.host.states
     if states is not None:
         pos, index = states.kept[0][-1]

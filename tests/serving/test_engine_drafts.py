@@ -13,6 +13,8 @@ from tests.marks import full, in_turn, slow
 from tests.serving.engines import MODELS, N_BATCH, N_ROWS, B, ask, drawn, make, served
 from tests.serving.soundcells import assert_sound
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 MODES = [pytest.param("cell", marks=pytest.mark.slow), "paged"]
 N_DRAFT = 3
 LAYERS = in_turn(MODELS, ("cell", "paged"))

@@ -15,6 +15,8 @@ from kvrt.serving.scheduling.step_plan import Rules
 from tests.marks import full, slow
 from tests.serving.engines import MODELS, N_BATCH, N_ROWS, B, ask, drawn, served
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 N_CTX = 40
 POLICIES = {
     "shift": ContextShift(n_keep=3),
