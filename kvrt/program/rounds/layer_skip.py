@@ -10,7 +10,6 @@ Source: arXiv:2404.16710 (LayerSkip), sec. 4.3.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +27,7 @@ from kvrt.program.batch import Batch
 from kvrt.program.decode_loop import Sampled
 from kvrt.program.device import Device
 from kvrt.program.layer_range import in_parts, in_place
-from kvrt.program.programs import Program, Programs
+from kvrt.program.programs import ModelKind, Program, Programs
 from kvrt.program.rounds.verify import Round, accept
 from kvrt.program.step import Cache, StepSpec
 
@@ -81,7 +80,7 @@ def check_exit(programs: Programs, exit_layer: int) -> None:
             "that separates no layer from the one that it reads"
         )
     token = jax.ShapeDtypeStruct((1,), np.int32)
-    jax.eval_shape(lambda p, t: in_parts(programs.model(p)).embed(t), programs.params, token)
+    jax.eval_shape(lambda p, t: in_parts(programs.kind.model(p)).embed(t), programs.params, token)
 
 
 def _across(group: GroupSpec, exit_layer: int) -> list[tuple[int, int]]:
@@ -237,11 +236,17 @@ def exit_program(
     programs: Programs, cache: Cache, plan: Round, sampler: sample.Sampler, how: ExitSpec
 ) -> Program:
     """The program of a round."""
-    model, spec = programs.model, programs.spec
+    args = programs.params, cache, plan, sampler
+    return Program(layer_skip, (programs.kind, how), args, donate=(1,), n_known=2)
 
-    def run(params: tuple, cache: Cache, plan: Round, sampler: sample.Sampler) -> Any:
-        return draft_and_verify(in_parts(model(params)), cache, plan, sampler, spec, how)
 
-    key = ("layer_skip", how.exit_layer, plan.batch.tokens.shape[0], sampler.recent.shape[1])
-    key = (*key, how.n_best, *plan.stop_ids.shape)
-    return Program(key, run, (1,), (programs.params, cache, plan, sampler))
+def layer_skip(
+    kind: ModelKind,
+    how: ExitSpec,
+    params: tuple,
+    cache: Cache,
+    plan: Round,
+    sampler: sample.Sampler,
+) -> tuple[tuple[Sampled, Int32[Array, ""]], Cache, sample.Sampler]:
+    """`draft_and_verify` as a program."""
+    return draft_and_verify(in_parts(kind.model(params)), cache, plan, sampler, kind.spec, how)

@@ -24,7 +24,7 @@ from kvrt.program import step as steps
 from kvrt.program.batch import Batch
 from kvrt.program.device import Device
 from kvrt.program.layer_range import in_parts, in_place
-from kvrt.program.programs import Program, Programs
+from kvrt.program.programs import ModelKind, Program, Programs
 from kvrt.program.rounds.layer_skip import sampled_behind
 from kvrt.program.rounds.verify_many import (
     NO_DRAFT,
@@ -238,11 +238,13 @@ def exit_rounds_program(
     programs: Programs, cache: Cache, asked: ExitRounds, exit_layer: int
 ) -> Program:
     """The program of a step with rounds that the first layers draft."""
-    model, spec = programs.model, programs.spec
+    args = programs.params, cache, asked
+    return Program(layer_skip_many, (programs.kind, exit_layer), args, donate=(1,), n_known=2)
 
-    def run(params: tuple, cache: Cache, asked: ExitRounds) -> Any:
-        return draft_and_verify_many(in_parts(model(params)), cache, asked, spec, exit_layer)
 
-    sizes = asked.batch.tokens.shape[0], *asked.rounds.drafts.shape, *asked.sampler.recent.shape
-    key = ("layer_skip_many", exit_layer, *sizes, asked.stop_ids.shape[1])
-    return Program(key, run, (1,), (programs.params, cache, asked))
+def layer_skip_many(
+    kind: ModelKind, exit_layer: int, params: tuple, cache: Cache, asked: ExitRounds
+) -> Any:
+    """`draft_and_verify_many` as a program."""
+    model = in_parts(kind.model(params))
+    return draft_and_verify_many(model, cache, asked, kind.spec, exit_layer)

@@ -26,7 +26,7 @@ from kvrt.program import sample
 from kvrt.program import step as steps
 from kvrt.program.batch import Batch, padded
 from kvrt.program.decode_loop import Sampled, padded_stops
-from kvrt.program.programs import Program, Programs
+from kvrt.program.programs import ModelKind, Program, Programs
 from kvrt.program.step import Cache, StepSpec
 from kvrt.store.recurrent import StateIndex
 
@@ -148,11 +148,12 @@ def program(
     programs: Programs, cache: Cache, plan: Round, sampler: sample.Sampler, n_best: int
 ) -> Program:
     """The program of a round."""
-    model, spec = programs.model, programs.spec
+    args = programs.params, cache, plan, sampler
+    return Program(verify_round, (programs.kind, n_best), args, donate=(1,), n_known=2)
 
-    def run(params: tuple, cache: Cache, plan: Round, sampler: sample.Sampler):
-        return verify(model(params), cache, plan, sampler, spec, n_best)
 
-    n_tokens = plan.batch.tokens.shape[0]
-    key = ("verify", n_tokens, sampler.recent.shape[1], n_best, *plan.stop_ids.shape)
-    return Program(key, run, (1,), (programs.params, cache, plan, sampler))
+def verify_round(
+    kind: ModelKind, n_best: int, params: tuple, cache: Cache, plan: Round, sampler: sample.Sampler
+) -> tuple[Sampled, Cache, sample.Sampler]:
+    """`verify` as a program."""
+    return verify(kind.model(params), cache, plan, sampler, kind.spec, n_best)

@@ -22,7 +22,7 @@ from kvrt.attention.step_attention import StepAttention
 from kvrt.program import sample
 from kvrt.program import step as steps
 from kvrt.program.batch import Batch
-from kvrt.program.programs import Program, Programs
+from kvrt.program.programs import ModelKind, Program, Programs
 from kvrt.program.sample import Sampler
 from kvrt.program.step import Cache, StepSpec
 
@@ -194,11 +194,12 @@ def rounds_program(
     programs: Programs, cache: Cache, args: tuple[Batch, Rounds, Sampler]
 ) -> Program:
     """The program of a step with rounds."""
-    model, spec = programs.model, programs.spec
+    all_args = programs.params, cache, args
+    return Program(verify_rounds, (programs.kind,), all_args, donate=(1,), n_known=2)
 
-    def run(params: tuple, cache: Cache, batch: Batch, rounds: Rounds, sampler: Sampler):
-        return verify_many(model(params), cache, (batch, rounds, sampler), spec)
 
-    batch, rounds, sampler = args
-    key = ("verify_many", batch.tokens.shape[0], *rounds.drafts.shape, *sampler.recent.shape)
-    return Program(key, run, (1,), (programs.params, cache, *args))
+def verify_rounds(
+    kind: ModelKind, params: tuple, cache: Cache, args: tuple[Batch, Rounds, Sampler]
+) -> tuple[Accepted, Float[Array, "R V"], Cache]:
+    """`verify_many` as a program."""
+    return verify_many(kind.model(params), cache, args, kind.spec)
