@@ -13,6 +13,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from kvrt.attention.choice.decide import AttentionChoice
 from kvrt.cells import create as create_cells
@@ -70,7 +71,7 @@ class NumpyDevice(Device):
         self.layout, self.attention = layout, AttentionChoice("chunked", "NumPy")
         self.spec = StepSpec(self.settled(config), layout)
         self.programs, self.n_vocab = Programs(model, self.spec), model.n_vocab
-        self._model = None, None
+        self._split, self._model = nnx.split(model), (None, None)
         recurrent = layout.recurrent.arrays if layout.recurrent else ()
         tables = tuple(
             tuple(np.zeros((layout.n_states, *x.shape), x.dtype) for x in layer)
@@ -190,7 +191,9 @@ class NumpyDevice(Device):
         if self._model[0] is not params:
             wide = (np.asarray(x) for x in params)
             wide = tuple(x.astype(np.float64) if x.dtype == np.float32 else x for x in wide)
-            self._model = params, self.programs.model(wide)
+            graph, like = self._split
+            wide = jax.tree.unflatten(jax.tree.structure(like), wide)
+            self._model = params, nnx.merge(graph, wide)
         return self._model[1]
 
     # --- cells, keys and values between steps --------------------------------------------------
