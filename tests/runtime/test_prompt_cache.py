@@ -19,6 +19,8 @@ from kvrt.errors import (
 from kvrt.reuse.schema import lay_out, read_schema
 from kvrt.runtime.prompt_cache import PromptCache
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 LETTER = """
 <schema name="letter">
   3 17 22 9 40
