@@ -262,7 +262,7 @@ def _whole(rows: AnyKVArray) -> AnyKVArray:
 def _put_states(part: StatePart, where: Mapping[int, int], device: Device) -> None:
     assert device.cache.states is not None
     src, dst = (np.array(list(x), np.int32) for x in (where.keys(), where.values()))
-    tables = tuple(
+    tables: Any = tuple(
         tuple(put(t, dst, np.asarray(x)[src]) for t, x in zip(old, new, strict=True))
         for old, new in zip(device.cache.states.tables, part.tables, strict=True)
     )
