@@ -8,12 +8,12 @@ from collections import Counter, OrderedDict
 
 import hypothesis
 import jax
+import jaxtyping
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from jaxtyping import install_import_hook
 
-from tests import xla_defects
+from tests import typechecker, xla_defects
 from tests.marks import in_their_turn
 
 # XLA's older code generator for the CPU: the same numbers, compiled in half the time. From JAX 0.11
@@ -71,7 +71,8 @@ def _turn(text):
 
 def pytest_configure(config):
     if not config.getoption("--unchecked"):
-        hook = install_import_hook("kvrt", "typechecker.check")
+        jaxtyping.jaxtyped = typechecker.checked
+        hook = jaxtyping.install_import_hook("kvrt", None)
         config.add_cleanup(hook.uninstall)
     from tests.exact import compute_exactly  # late: the hook has to see its imports
 
@@ -196,6 +197,15 @@ def _shared_programs(request, _quick_compiles):
             made.clear()
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(scope="module")
+def numpy_device():
+    """Runtimes and engines of a module that uses it have devices in NumPy: nothing is compiled."""
+    from tests.numpy_device.device import installed  # late: the hook has to see its imports
+
+    with installed():
+        yield
 
 
 _KEPT = (

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import jax
-import jaxtyping
 import numpy as np
 import pytest
 from jax.sharding import Mesh
@@ -31,16 +30,14 @@ from kvrt import (
 from kvrt.cache import checks
 from kvrt.errors import BadConfig, BadRequest, KvrtError, UsageError
 from kvrt.program.mesh import Placement
+from tests import typechecker
 from tests.toys import RowModel
 
 
 @pytest.fixture(autouse=True)
 def _as_users_call():
-    """Annotations go unchecked: these tests give arguments of other types, as users do."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
+    with typechecker.switched_off():
+        yield
 
 
 MODEL = RowModel()

@@ -1,4 +1,4 @@
-"""Runs the state machine of machine.py, in both key frames."""
+"""Runs the state machine of machine.py, in both key frames, on a device in NumPy and compiled."""
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -8,6 +8,9 @@ from machine_blocks import BlockMachine
 
 from kvrt import MaskSpec
 from tests.marks import slow
+from tests.numpy_device.device import compiled
+
+pytestmark = pytest.mark.usefixtures("numpy_device")
 
 
 def histories(n):
@@ -19,9 +22,23 @@ def histories(n):
     )
 
 
-@pytest.mark.parametrize("mode", ["write", slow("read")])
+@pytest.fixture(autouse=True)
+def _own_runtimes():
+    """Runtimes that a test shares with no other, whose device may be another."""
+    yield
+    runtime.cache_clear()
+
+
+@pytest.mark.parametrize("mode", ["write", "read"])
 def test_a_runtime_is_what_the_oracle_says(mode, budget):
     n = budget(6, 40)
+    run_state_machine_as_test(lambda: CacheMachine(mode), settings=histories(n))
+
+
+@compiled()
+@pytest.mark.parametrize("mode", ["write", slow("read")])
+def test_a_compiled_runtime_is_what_the_oracle_says(mode, budget):
+    n = budget(2, 20)
     run_state_machine_as_test(lambda: CacheMachine(mode), settings=histories(n))
     # forward: one token or 8 with one output, 8 with all; the shift and the moves.
     kinds = [key[0] for key in runtime(mode).programs.compiled()]
@@ -30,7 +47,6 @@ def test_a_runtime_is_what_the_oracle_says(mode, budget):
     assert set(kinds) <= {"forward", *moves, *(["shift"] if mode == "write" else [])}
 
 
-@pytest.mark.slow
 def test_cells_behind_the_last_are_never_used(budget):
     """Blocks of one cell: the arrays have a whole block more than may be used."""
     n = budget(6, 40)
@@ -44,7 +60,6 @@ def test_sequences_in_blocks_are_what_the_oracle_says(mode, budget):
     run_state_machine_as_test(lambda: BlockMachine(mode), settings=histories(n))
 
 
-@pytest.mark.slow
 def test_sequences_in_blocks_beside_a_window_are_what_the_oracle_says(budget):
     n = budget(8, 40)
     run_state_machine_as_test(lambda: BlockMachine("write", (WINDOW,)), settings=histories(n))
@@ -53,8 +68,9 @@ def test_sequences_in_blocks_beside_a_window_are_what_the_oracle_says(budget):
 WINDOW, CHUNKS = (MaskSpec(kind=kind, size=3) for kind in ("window", "chunked"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("mode", "mask"), [("write", WINDOW), ("read", WINDOW), ("write", CHUNKS)])
+@pytest.mark.parametrize(
+    ("mode", "mask"), [("write", WINDOW), slow("read", WINDOW), slow("write", CHUNKS)]
+)
 def test_a_group_that_rolls_is_what_the_oracle_says(mode, mask, budget):
     at = runtime(mode, (mask,))
     assert [len(c.pos) for c in at.group_cells] == [21, 16]

@@ -5,10 +5,13 @@ import shlex
 import tomllib
 from pathlib import Path
 
-import jaxtyping
+import numpy as np
 import pytest
+from beartype.roar import BeartypeCallHintViolation
 
+from kvrt import cells
 from kvrt.attention import softmax
+from kvrt.cells import slots
 from tests.marks import in_their_turn
 
 ROOT = Path(__file__).parent.parent
@@ -23,8 +26,11 @@ def runs(expression: str, *marks: str) -> bool:
 def test_annotations_are_checked(pytestconfig):
     if pytestconfig.getoption("--unchecked"):
         pytest.skip("told not to")
-    with pytest.raises(jaxtyping.TypeCheckError):
+    with pytest.raises(BeartypeCallHintViolation, match="n_heads"):
         softmax.empty("two", 1, 8)
+    three, two = np.zeros(3, np.int32), np.zeros(2, np.int32)
+    with pytest.raises(BeartypeCallHintViolation, match="pos"):
+        slots.place(cells.create(4, 1), three, two, two)
 
 
 def test_pytest_alone_is_the_default_suite():

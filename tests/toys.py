@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 
 from kvrt import GroupSpec, MaskSpec, RecurrentSpec, RopeSpec
+from kvrt.arrays import namespace
 from tests import deltatoy
 
 
@@ -17,7 +18,7 @@ class RowModel(nnx.Module):
     So a test knows every row that enters the cache, and sees what attention makes of them.
     """
 
-    recurrent = None
+    recurrent, takes_numpy = None, True
 
     def __init__(
         self, *, n_vocab=32, n_heads=4, n_kv_heads=2, head_dim=8, seed=0, group=None, masks=()
@@ -57,7 +58,7 @@ class RowModel(nnx.Module):
 class ToyLm(nnx.Module):
     """Layers of attention on a residual stream, random weights: text without sense, but exact."""
 
-    recurrent = None
+    recurrent, takes_numpy = None, True
 
     def __init__(self, *, n_vocab=64, n_layers=2, n_kv_heads=2, head_dim=16, seed=0, masks=None):
         rng = np.random.default_rng(seed)
@@ -92,7 +93,7 @@ class ToyLm(nnx.Module):
         for layer in range(first, last):
             n = self.n_heads + self.n_kv_heads
             rows = (0.2 * x @ self.qkv[layer][...]).reshape(x.shape[0], n + self.n_kv_heads, -1)
-            q, k, v = jnp.split(rows, (self.n_heads, n), axis=1)
+            q, k, v = rows[:, : self.n_heads], rows[:, self.n_heads : n], rows[:, n:]
             x = x + attend(layer, q, k, v).reshape(x.shape)
         return x
 
@@ -123,6 +124,8 @@ class HybridLm(nnx.Module):
     The state is a window of three inputs and a running sum, so that every token counts.
     """
 
+    takes_numpy = True
+
     def __init__(self, *, n_vocab=32, width=16, seed=0, attention=True, mask=None):
         rng = np.random.default_rng(seed)
         rope = RopeSpec(n_rot=8, base=100.0)
@@ -149,11 +152,13 @@ class HybridLm(nnx.Module):
         return (x + self.recur(attend, x))[out_ids] @ self.head[...]
 
     def recur(self, attend, x):
+        xp = namespace(x)
+
         def step(state, row):
             window, total = state
-            window = jnp.concatenate([window[1:], row[0][None]])
-            mixed = jnp.sum(window * self.mix[...], axis=0)
-            total = 0.9 * total + jnp.tanh(mixed)
+            window = xp.concat([window[1:], row[0][None]])
+            mixed = xp.sum(window * self.mix[...], axis=0)
+            total = 0.9 * total + xp.tanh(mixed)
             return (window, total), total
 
         return attend.recur(1, step, (x,))

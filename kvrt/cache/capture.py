@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvrt.arrays import AnyArray, Int32
+from kvrt.arrays import AnyArray, Int32, put
 from kvrt.cache import checkpoint
 from kvrt.cache.cell_cache import CellCache
 from kvrt.cache.divided import divided_blocks
@@ -262,8 +262,8 @@ def _whole(rows: AnyKVArray) -> AnyKVArray:
 def _put_states(part: StatePart, where: Mapping[int, int], device: Device) -> None:
     assert device.cache.states is not None
     src, dst = (np.array(list(x), np.int32) for x in (where.keys(), where.values()))
-    tables = tuple(
-        tuple(t.at[dst].set(np.asarray(x)[src]) for t, x in zip(old, new, strict=True))
+    tables: Any = tuple(
+        tuple(put(t, dst, np.asarray(x)[src]) for t, x in zip(old, new, strict=True))
         for old, new in zip(device.cache.states.tables, part.tables, strict=True)
     )
     device.cache = dataclasses.replace(device.cache, states=StateStore(tables=tables))

@@ -12,6 +12,8 @@ from kvrt.policies import AttentionSinks, ContextShift, Drop, PolicyContext
 from kvrt.policies.context import Advance, n_at_once
 from tests.toys import ToyLm
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 KEPT, SOME = st.integers(0, 12), st.integers(1, 9)
 SHIFTS = st.builds(ContextShift, n_keep=KEPT, n_discard=st.none() | SOME)
 SINKS = st.builds(

@@ -13,6 +13,8 @@ from kvrt.runtime.generate import After
 from tests.oracle import Oracle, rope
 from tests.toys import RowModel, ToyLm, tables
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 N_CTX, N_KEEP = 24, 3
 SIZES = {
     "context_shift": [dict(n_keep=N_KEEP), dict(n_keep=N_KEEP, n_discard=2)],

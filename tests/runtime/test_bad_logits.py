@@ -14,8 +14,11 @@ from kvrt.serving import prometheus
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from tests.interpreted import GPU, TPU
+from tests.numpy_device.device import compiled
 from tests.serving.engines import ask
 from tests.toys import HybridLm, RowModel, ToyLm
+
+pytestmark = pytest.mark.usefixtures("numpy_device")
 
 PROMPT, POISON = [3, 1, 4, 1, 5], 60
 DRAWS = [Sampling(), Sampling(temp=1.0, top_k=3, top_p=0.9, seed=2)]
@@ -61,6 +64,7 @@ def _drawn(logits, sampler):
     return tokens, after.recent[:, -1]
 
 
+@compiled()
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("sampling", DRAWS)
 def test_a_generation_ends_where_its_logits_do(stride, sampling):
@@ -140,6 +144,7 @@ def test_a_state_without_numbers_ends_its_sequence_and_no_other():
         assert [t.id for t in runtime.generate(4, seq)] == wanted
 
 
+@compiled()
 @pytest.mark.parametrize(
     "attention",
     [

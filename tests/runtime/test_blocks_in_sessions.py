@@ -14,6 +14,8 @@ from kvrt.session.change import edit
 from kvrt.session.manifest import Blob
 from tests.toys import HybridLm, ToyLm
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 TEXT = [(7 * i + i // 5) % 32 for i in range(80)]
 MASKS = [MaskSpec(), MaskSpec(kind="window", size=12)]
 

@@ -17,6 +17,8 @@ from kvrt.reuse.plan import operations, plan_reuse
 from tests.marks import slow
 from tests.toys import DeltaLm, HybridLm, ToyLm
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 WINDOW, CHUNKS = MaskSpec(kind="window", size=12), MaskSpec(kind="chunked", size=16)
 TEXT = [(7 * i + i // 5) % 32 for i in range(150)]
 OTHER = [(5 * i + 3) % 32 for i in range(40)]

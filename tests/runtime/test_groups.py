@@ -6,9 +6,10 @@ import pytest
 
 from kvrt import AttentionSinks, CacheConfig, ContextShift, MaskSpec, Runtime, SelfExtend
 from kvrt.errors import BadConfig, CannotRewind
+from tests.numpy_device.device import compiled
 from tests.toys import HybridLm, ToyLm, allclose
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("numpy_device")]
 
 WINDOW, CHUNKS = MaskSpec(kind="window", size=12), MaskSpec(kind="chunked", size=16)
 TEXT = [(7 * i + i // 5) % 32 for i in range(150)]
@@ -217,6 +218,7 @@ def test_a_text_of_any_length_runs_where_no_layer_keeps_all():
         assert at.stats().cache_bytes == n_bytes and at.n_free == 2**31 - 1
 
 
+@compiled()
 def test_nothing_is_copied_and_nothing_compiles_anew():
     at = runtime(HybridLm(mask=WINDOW), n_seq_max=1)
     at.append(TEXT[:33])

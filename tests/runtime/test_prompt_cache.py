@@ -19,6 +19,8 @@ from kvrt.reuse.schema import lay_out, read_schema
 from kvrt.runtime.prompt_cache import PromptCache
 from tests.toys import ToyLm
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 LETTER = """
 <schema name="letter">
   3 17 22 9 40

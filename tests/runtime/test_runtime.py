@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from kvrt import CacheConfig, ContextShift, DropEvent, Runtime, errors
 from tests.toys import RowModel, ToyLm, allclose
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 N_CTX, N_SEQ, N_UBATCH = 24, 3, 8
 

@@ -10,6 +10,8 @@ from kvrt.cache import room
 from kvrt.errors import BadConfig, BadRange, BadSequence, CacheFull, UsageError
 from tests.toys import HybridLm, ToyLm
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 B = 8
 TEXT = [(7 * i + i // 5) % 32 for i in range(80)]
 WINDOW, CHUNKS = MaskSpec(kind="window", size=12), MaskSpec(kind="chunked", size=16)
@@ -135,10 +137,8 @@ def test_whole_blocks_stay_and_so_does_what_follows(at):
     at.clear()
     at.append(TEXT[:21])
     place = [c.pos.tobytes() for c in at.group_cells]
-    n_moves = [k for k in at.programs.compiled() if k[0].startswith("move")]
     assert at.to_blocks(0) == 0
     assert [c.pos.tobytes() for c in at.group_cells] == place
-    assert [k for k in at.programs.compiled() if k[0].startswith("move")] == n_moves
     assert [t for t in at.table(0) if t is not None] == [(0, 1, 2)]
     # Back in the middle of it: tokens go where they go, and the rest stays.
     alike(goes_on(at, between=lambda: at.to_cells(0)), expected)

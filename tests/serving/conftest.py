@@ -1,4 +1,4 @@
-"""Engines and runtimes that the tests of several modules share, compiled as their module wants."""
+"""Engines and runtimes that the tests of several modules share, on the device of their module."""
 
 import pytest
 
@@ -6,15 +6,8 @@ from tests.serving import engines
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _engines_compiled_alike(_quick_compiles):
-    """Optimised programs round otherwise: a module with OPTIMISED has engines of its own."""
-
-    def forget():
-        engines.engine.cache_clear()
-        engines.runtime.cache_clear()
-
-    if _quick_compiles:
-        forget()
+def _engines_of_one_module():
+    """Optimised programs round otherwise, and some modules have devices in NumPy."""
     yield
-    if _quick_compiles:
-        forget()
+    engines.engine.cache_clear()
+    engines.runtime.cache_clear()

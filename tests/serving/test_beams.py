@@ -10,9 +10,12 @@ from kvrt.errors import BadRequest
 from kvrt.policies import AttentionSinks, ContextShift
 from kvrt.serving.scheduling.step_plan import Rules
 from tests.marks import in_turn, slow
+from tests.numpy_device.device import compiled
 from tests.serving.engines import KINDS, N_BATCH, N_ROWS, alone, ask, make, runtime
 from tests.serving.plainbeams import beam_search
 from tests.serving.soundcells import assert_sound
+
+pytestmark = pytest.mark.usefixtures("numpy_device")
 
 MODES = ("cell", "paged")
 WARM = Sampling(temp=0.9, top_k=8, seed=7)
@@ -208,6 +211,7 @@ def test_a_search_that_never_fits_is_refused(mode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
+@compiled()
 def test_a_search_compiles_a_program_for_its_first_step_and_one_for_the_others(mode):
     engine = make("full", mode)
     serve(engine, [ask("a", prompt(9), 20)])

@@ -10,7 +10,7 @@ import pytest
 
 from tests.serving.engines import B, ask, make
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("numpy_device")]
 
 N = 4
 

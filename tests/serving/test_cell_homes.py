@@ -5,7 +5,7 @@ import pytest
 
 from tests.serving.engines import B, ask, drawn, make, served
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("numpy_device")]
 
 
 def n_blocks_read(engine):

@@ -16,6 +16,8 @@ from tests.serving import engines
 from tests.serving.engines import N_ROWS, alone, ask, make
 from tests.serving.soundcells import assert_sound
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 
 def served(engine, asked, *, sound=True):
     """Tokens by request and sample, and the tokens that the first step found of each."""

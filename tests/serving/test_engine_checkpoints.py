@@ -13,6 +13,8 @@ from tests.serving import engines
 from tests.serving.engines import alone, ask, make
 from tests.serving.soundcells import assert_sound
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 MODES = ["cell", "paged"]
 KEPT = {"n_checkpoints": 8, "checkpoint_interval": 16}
 FIRST = np.random.default_rng(7).integers(0, 32, 60).tolist()

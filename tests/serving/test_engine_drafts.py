@@ -11,8 +11,11 @@ from kvrt.program.rounds.verify_many import Accepted, Drafted, plan_rounds, stay
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.scheduling.step_plan import Rules
 from tests.marks import full, in_turn, slow
+from tests.numpy_device.device import compiled
 from tests.serving.engines import MODELS, N_BATCH, B, ask, drawn, make, served
 from tests.serving.soundcells import assert_sound
+
+pytestmark = pytest.mark.usefixtures("numpy_device")
 
 MODES = [pytest.param("cell", marks=pytest.mark.slow), "paged"]
 N_DRAFT = 3
@@ -299,6 +302,7 @@ def test_drafts_outside_the_vocabulary_are_refused():
     assert len(tokens) > 4 and tokens == text[-len(tokens) :]
 
 
+@compiled()
 @pytest.mark.slow
 def test_few_programs_serve_all_rounds():
     drafted, _, _ = pair("full", "paged", drafter=Always([1, 2]))
@@ -309,6 +313,7 @@ def test_few_programs_serve_all_rounds():
     assert 1 <= len(keys) <= 3
 
 
+@compiled()
 @pytest.mark.parametrize("mode", MODES)
 def test_a_call_that_was_interrupted_is_taken_up(mode, monkeypatch):
     """What a step has sampled is read by the next call, though someone was cancelled meanwhile."""

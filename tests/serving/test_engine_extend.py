@@ -16,6 +16,8 @@ from kvrt.serving.scheduling.step_plan import Rules
 from tests.marks import slow
 from tests.serving.engines import MODELS, N_BATCH, N_ROWS, B, ask, drawn, make, served
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 CACHE = SelfExtend(ga_n=2, ga_w=12)
 PAPER = SelfExtend(ga_n=3, ga_w=7, kind="paper")
 WIDE = SelfExtend(ga_n=4, ga_w=32)

@@ -25,7 +25,7 @@ from tests.serving.engines import N_BATCH, N_ROWS, alone, ask, make
 from tests.serving.soundcells import assert_sound
 from tests.serving.test_beams import brute_force
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("numpy_device")]
 
 # Beginnings that requests share, longer and shorter than a block and a step.
 STARTS = [

@@ -13,7 +13,10 @@ from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.scheduling.step_plan import Rules
 from tests.marks import full, slow
+from tests.numpy_device.device import compiled
 from tests.serving.engines import MODELS, N_BATCH, N_ROWS, B, ask, drawn, served
+
+pytestmark = pytest.mark.usefixtures("numpy_device")
 
 N_CTX = 40
 POLICIES = {
@@ -220,6 +223,7 @@ def test_policies_are_refused_when_made():
         engine.add_request(ask("x", [1], 99))
 
 
+@compiled()
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["paged", "cell"])
 def test_a_policy_costs_nothing_before_a_drop(mode):

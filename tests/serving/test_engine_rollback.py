@@ -8,6 +8,8 @@ from tests.serving.engines import alone, ask, make
 from tests.serving.test_engine_checkpoints import FIRST, served
 from tests.toys import HybridLm
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("states", "delta")]
 
 

@@ -23,6 +23,8 @@ from tests.marks import full, slow
 from tests.serving.engines import MODELS, N_BATCH, B, ask, make, one, run
 from tests.toys import ToyLm
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 # Logits of 6 and less: only which tokens are summed together differs.
 TOLERANCE = 1e-5
 TEXT = [(7 * i + i // 5) % 32 for i in range(80)]

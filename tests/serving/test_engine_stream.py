@@ -7,6 +7,8 @@ import pytest
 from kvrt.errors import BadRequest
 from tests.serving.engines import ask, engine
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 LIMIT = 200  # outputs, so that a stream that never ends fails and does not hang
 
 

@@ -10,6 +10,8 @@ from kvrt.serving.scheduling.step_plan import Rules
 from tests.marks import of_ci
 from tests.serving.engines import MODELS, N_BATCH, B, alone, ask, make, one, run
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 HOST = TierConfig(host_bytes=1 << 20, always=True)
 
 

@@ -15,6 +15,8 @@ from tests.marks import full, slow
 from tests.serving import test_engine_policy as plain
 from tests.serving.engines import MODELS, N_BATCH, N_ROWS, B, ask, drawn
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 N_CTX = plain.N_CTX
 POLICIES = {
     # After a drop windows see what is never dropped, or not; a drop leaves more than a window.

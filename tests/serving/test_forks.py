@@ -11,6 +11,8 @@ from tests.marks import first_fast, in_turn
 from tests.serving.engines import KINDS, N_BATCH, N_ROWS, ask, make, runtime
 from tests.serving.soundcells import assert_sound
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 WARM, OTHER = Sampling(temp=0.9, top_k=8, seed=7), Sampling(temp=0.8, seed=21)
 PENALTY = Sampling(repeat_penalty=1.5, repeat_last_n=5)
 MODES = ("cell", "paged")

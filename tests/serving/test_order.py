@@ -6,6 +6,8 @@ from plainspace import PlainSpace, Served, ids
 from kvrt.serving.request import Request
 from kvrt.serving.scheduling.step_plan import Rules
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 
 def ask(name, tokens, n_predict=2, **rest) -> Request:
     return Request(id=name, tokens=tuple(tokens), n_predict=n_predict, **rest)

@@ -10,6 +10,8 @@ from tests.marks import slow
 from tests.serving.engines import N_ROWS, B, alone, ask, make, served
 from tests.serving.soundcells import assert_sound
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 MODES = ("cell", "paged")
 
 

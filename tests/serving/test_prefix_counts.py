@@ -9,6 +9,8 @@ from kvrt.serving.request import Request
 from kvrt.serving.scheduling import queue
 from kvrt.serving.scheduling.step_plan import Rules
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 BY_PREFIX = ["lpm", "dfs", "batchllm"]
 ORDERS = ["fcfs", "priority", *BY_PREFIX]
 

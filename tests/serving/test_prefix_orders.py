@@ -10,6 +10,8 @@ from kvrt.serving.request import Request
 from kvrt.serving.scheduling.step_plan import Rules
 from tests.serving import engines
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 BY_PREFIX = ["lpm", "dfs", "batchllm"]
 ORDERS = ["fcfs", "priority", *BY_PREFIX]
 

@@ -10,6 +10,8 @@ from kvrt.serving.scheduling.step_plan import Rules
 from tests.marks import first_fast
 from tests.serving.engines import N_BATCH, N_ROWS, alone, ask, make, served
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 MODES = ("cell", "paged")
 WARM = Sampling(temp=0.9, top_k=8, seed=7)
 

@@ -6,7 +6,7 @@ import pytest
 from kvrt.errors import CannotRewind
 from tests.serving.engines import ask, make, one, runtime
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("numpy_device")]
 
 TEXT = np.random.default_rng(0).integers(0, 32, 60).tolist()
 

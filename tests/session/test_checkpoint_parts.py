@@ -13,6 +13,8 @@ from kvrt.session import manifest as manifests
 from kvrt.session.change import edit
 from tests.toys import HybridLm, ToyLm
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 WINDOW = MaskSpec(kind="window", size=12)
 TEXT = [(7 * i + i // 5) % 32 for i in range(150)]
 OTHER = [(5 * i + 3) % 32 for i in range(40)]

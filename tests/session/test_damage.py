@@ -14,6 +14,8 @@ from kvrt.errors import BadLogits
 from kvrt.session.change.damage import find_damage
 from tests.toys import ToyLm
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 
 def with_block(held, group, block, **arrays):
     blocks = list(held.groups[group].blocks)

@@ -11,6 +11,8 @@ from kvrt import errors, session
 from kvrt.session.change import edit
 from kvrt.session.snapshot import BLOCK_CELLS
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 
 @pytest.mark.parametrize("n_cells", [(40,), (600, 300)])
 @pytest.mark.parametrize("dtype", ["float32", "uint16"])

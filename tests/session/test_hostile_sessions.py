@@ -23,6 +23,8 @@ from kvrt.session.change import edit
 from kvrt.session.manifest import Blob, GroupEntry, Manifest
 from kvrt.session.older_fingerprint import completed
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):

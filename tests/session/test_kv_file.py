@@ -15,6 +15,8 @@ from snapshots import assert_equal, snapshot
 from kvrt import errors, session
 from kvrt.session.kv_file import frame
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):

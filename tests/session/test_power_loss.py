@@ -11,6 +11,8 @@ from kvrt import errors, session
 from kvrt.files import atomic
 from kvrt.session.orbax import write
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 OLD, LONGER = snapshot(n_cells=(768,), layers=1), snapshot(n_cells=(800,), layers=1)
 SMALL = snapshot(n_cells=(3,), layers=1, seed=1)
 # Of each kind of save: what is there before, and what is saved.

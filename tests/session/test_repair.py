@@ -15,6 +15,8 @@ from kvrt.session.change.repair import repaired
 from kvrt.session.change.sequences import with_sequence
 from kvrt.session.kv_file import frame
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 
 def plain(**kwargs):
     """A snapshot of which each beginning is one."""

@@ -25,6 +25,8 @@ from kvrt import Sampling, errors, session
 from kvrt.runtime.generate import After
 from tests.marks import full, slow
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 N, M = 9, 11
 
 

@@ -11,6 +11,8 @@ from kvrt.session.change import sequences
 from kvrt.session.change.sequences import save_sequence, with_sequence
 from tests.toys import HybridLm
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 assert WINDOW
 CHECKPOINTS = {"n_checkpoints": 4, "checkpoint_interval": 8}
 KINDS = {

@@ -10,7 +10,7 @@ from kvrt import cells as kc
 from kvrt.upkeep.extend_schedule import ExtendSchedule
 from kvrt.upkeep.self_extend import plan_extend
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("numpy_device")]
 
 N_CTX = 160
 
