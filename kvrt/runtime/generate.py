@@ -11,14 +11,14 @@ from kvrt.cache import checks
 from kvrt.cache.last_logits import ResumePoint
 from kvrt.drafts.back_off import BackOff
 from kvrt.drafts.drafter import Speculation
-from kvrt.drafts.layer_skip import LayerSkip
 from kvrt.errors import BadConfig, BadToken
 from kvrt.program import sample
 from kvrt.program.decode_loop import LoopSpec, Sampled
 from kvrt.program.device import Device
 from kvrt.program.disk_hits import CompileProgress
 from kvrt.program.programs import Program
-from kvrt.program.rounds import layer_skip, verify
+from kvrt.program.rounds import layer_skip
+from kvrt.program.rounds.round import RoundSpec
 from kvrt.runtime.stepper import Drafting, Stepper
 from kvrt.whole_numbers import take_whole_numbers
 
@@ -152,20 +152,17 @@ def prepare(
 def _check(device: Device, spec: Speculation) -> None:
     """Refuses drafts that do not fit the model or the cache; raises BadConfig."""
     checks.drafts(spec, device.spec.config, device.layout.groups, device.n_vocab)
-    if isinstance(spec.drafter, LayerSkip):
-        layer_skip.check_exit(device.programs, spec.drafter.exit_layer)
+    if spec.exit_layer is not None:
+        layer_skip.check_exit(device.programs, spec.exit_layer)
 
 
 def _round_program(
     device: Device, spec: Speculation, asked: GenerationSpec, sampler: sample.Sampler
 ) -> Program:
     """The program of rounds of drafts."""
-    plan = device.empty_round(spec.n_draft + 1, asked.stop_ids)
-    args = device.programs, device.cache, plan, sampler
-    if not isinstance(spec.drafter, LayerSkip):
-        return verify.program(*args, asked.n_best)
-    how = layer_skip.ExitSpec(exit_layer=spec.drafter.exit_layer, n_best=asked.n_best)
-    return layer_skip.exit_program(*args, how)
+    step = device.empty_round(spec.n_draft + 1, asked.stop_ids, sampler)
+    how = RoundSpec(n_best=asked.n_best, exit_layer=spec.exit_layer)
+    return layer_skip.round_program(device.programs, device.cache, step, how)
 
 
 def _run(

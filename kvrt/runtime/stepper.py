@@ -20,7 +20,8 @@ from kvrt.errors import BadLogits, BadRange, BadToken, CannotRewind
 from kvrt.program import decode_loop
 from kvrt.program.batch import Batch, bucket, padded, without_outputs
 from kvrt.program.decode_loop import LoopSpec, Sampled
-from kvrt.program.rounds import layer_skip, verify
+from kvrt.program.rounds.layer_skip import round_program
+from kvrt.program.rounds.round import RoundSpec, plan_round
 from kvrt.program.sample import Sampler
 
 # Called with tokens done and tokens in all after each step of an append. What it raises ends the
@@ -271,34 +272,36 @@ class Stepper:
         if asked.n_sampled < asked.back_off.n_resume:
             return None
         n = self._n_ahead(seq_id, min(asked.n_left, asked.spec.n_draft + 1))
-        drafter, size, ids = asked.spec.drafter, asked.spec.n_draft + 1, [token]
-        if isinstance(drafter, LayerSkip):
+        spec, ids = asked.spec, [token]
+        if isinstance(spec.drafter, LayerSkip):
             # The device drafts, after slots are found: any tokens hold the drafts' places.
             ids = [token] * n
         elif n > 1:
-            ids += self._drafts(drafter, token, seq_id, asked, n - 1)
+            ids += self._drafts(spec.drafter, token, seq_id, asked, n - 1)
         if len(ids) == 1:
             return None
         slots, first = self._slots_ahead(seq_id, len(ids))
-        where = host.places(slots, size, ahead=isinstance(drafter, LayerSkip))
-        plan = verify.plan_round(ids, (seq_id, first), where, size, loop.stop_ids)
+        where = host.places(slots, spec.n_draft + 1, ahead=spec.exit_layer is not None)
+        step = plan_round(ids, (seq_id, first), where, spec.n_draft + 1, loop.stop_ids, sampler)
         cache.logits.forget(seq_id)
-        n_fed = len(ids)
-        if isinstance(drafter, LayerSkip):
-            how = layer_skip.ExitSpec(exit_layer=drafter.exit_layer, n_best=loop.n_best)
-            sampled, n_fed, sampler = layer_skip.run_on(self.device, plan, sampler, how)
-        else:
-            sampled, sampler = self.device.verify(plan, sampler, loop.n_best)
-        done = int(sampled.n_steps)  # sync: how many drafts stay
+        how = RoundSpec(n_best=loop.n_best, exit_layer=spec.exit_layer)
+        program = round_program(self.device.programs, self.device.cache, step, how)
+        verified = self.device.verify(program)
         # Drafts that stay are the tokens that were sampled.
-        fed = np.array([token, *np.asarray(sampled.tokens)[: done - 1, 0]], np.int32)
-        host.append(slots, _following(first, done), fed)
+        (newest,), (more,), (n_drafted,) = verified.read()
+        tokens, done = np.array([newest, *more], np.int32), len(more) + 1
+        host.append(slots, _following(first, done), np.append(np.int32(token), tokens[:-1]))
         cache.counts.n_rounds += 1
-        n_drafted = int(n_fed) - 1
         cache.counts.n_drafted += n_drafted
         cache.counts.n_accepted += done - 1
-        n_sampled = asked.n_sampled + done
-        return sampled, sampler, after_round(asked.back_off, n_sampled, n_drafted, done - 1)
+        sampled = Sampled(
+            n_steps=done,
+            tokens=tokens[:, None],
+            best_ids=np.asarray(verified.best_ids)[:, None],
+            best=np.asarray(verified.best)[:, None],
+        )
+        back_off = after_round(asked.back_off, asked.n_sampled + done, n_drafted, done - 1)
+        return sampled, verified.sampler, back_off
 
     def _drafts(
         self, drafter: Drafter, token: int, seq_id: int, asked: Drafting, n: int

@@ -141,7 +141,7 @@ def differs(kind, tolerance=5e-5, **options):
 def test_text_and_cache_are_those_of_plain_decoding(kind):
     drafted = differs(kind)
     assert [k for k in drafted.programs.compiled() if k[0] == "verify"] == [
-        ("verify", N_DRAFT + 1, 64, 0, 0)
+        ("verify", N_DRAFT + 1, 1, N_DRAFT, 1, 64, 0, 0)
     ]
 
 

@@ -292,8 +292,8 @@ def test_few_programs_serve_all_rounds():
     drafted, _, _ = pair("full", "paged", drafter=Always([1, 2]))
     rng = np.random.default_rng(0)
     served(drafted, [ask(i, x, 30) for i, x in enumerate(drawn(rng, 9))])
-    keys = {k for k in drafted.programs.compiled() if k[0] == "verify_many"}
-    assert keys <= {("verify_many", N_ROWS + 4 * d, d, 3, N_ROWS, 64) for d in (1, 2, 4)}
+    keys = {k for k in drafted.programs.compiled() if k[0] == "verify"}
+    assert keys <= {("verify", N_ROWS + 4 * d, d, 3, N_ROWS, 64, 0, 0) for d in (1, 2, 4)}
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from kvrt import CacheConfig, LayerSkip, Runtime, Speculation
+from kvrt import CacheConfig, LayerSkip, Runtime, Sampling, Speculation
 from kvrt.arrays import Array
-from kvrt.program import step
+from kvrt.program import sample, step
 from kvrt.program.batch import Batch
 from kvrt.program.layer_range import in_parts
 from kvrt.program.programs import Program
@@ -128,7 +128,7 @@ def _part(
 ) -> Callable[[], jax.Array]:
     """A step of n tokens through some layers, whose slots are nowhere, over what is cached."""
     device = runtime._cache.device
-    batch, spec = device.empty_round(n, ()).batch, device.spec
+    batch, spec = device.empty_round(n, (), sample.create(Sampling(), [[]])).batch, device.spec
     model, size = device.programs.model, spec.config.block_size
     # As many blocks as the text of the other sides fills.
     n_blocks = np.asarray(-(-_N_PREDICT.value // size), np.int32)
