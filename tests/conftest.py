@@ -3,7 +3,7 @@
 import argparse
 import gc
 import os
-from collections import Counter
+from collections import Counter, OrderedDict
 
 import hypothesis
 import jax
@@ -143,46 +143,25 @@ def _quick_compiles(request):
     return wanted
 
 
-_SHARED: dict[tuple, jax.stages.Compiled] = {}
-_MOST = 256  # programs that a process keeps
+_MADE = {True: OrderedDict(), False: OrderedDict()}
 _MOST_BYTES = 5 << 30  # of a process, beyond which it forgets what it compiled: two fit in CI
-_OF_ONE = ("params", "_compiled", "_pending", "compile_s", "n_from_disk", "_digest")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _shared_programs(request, _quick_compiles):
-    """Runtimes of equal models and configs run the same programs: a process compiles each once.
+    """Programs that were optimised are others than those that were not.
 
-    Each still counts what it would have compiled. A module with ALONE looks at what is compiled
-    when, and has its programs for itself.
+    A module with ALONE looks at what is compiled when, and finds nothing that was before.
     """
-    from kvrt.program.programs import Programs  # late: the hook has to see the import
+    from kvrt.program import programs  # late: the hook has to see the import
 
-    compiled = Programs._program
-
-    def shared(self, wanted):
-        key = wanted.key
-        if key in self._compiled or key in self._pending:
-            return compiled(self, wanted)
-        who = [(k, v) for k, v in sorted(vars(self).items()) if k not in _OF_ONE]
-        leaves, tree = jax.tree.flatten(wanted.args)
-        like = tuple((x.shape, x.dtype, getattr(x, "sharding", None)) for x in leaves)
-        whole = (key, tuple(who), wanted.donate, tree, like, _quick_compiles)
-        if whole in _SHARED:
-            self._compiled[key] = _SHARED[whole]
-            self.compile_s += 1e-9
-        else:
-            if len(_SHARED) == _MOST:
-                del _SHARED[next(iter(_SHARED))]
-            _SHARED[whole] = compiled(self, wanted)
-        return self._compiled[key]
-
-    if not getattr(request.module, "ALONE", False):
-        Programs._program = shared
+    programs._made = _MADE[_quick_compiles]
+    if getattr(request.module, "ALONE", False):
+        programs.forget()
     yield
-    Programs._program = compiled
     if _rss_bytes() > _MOST_BYTES:
-        _SHARED.clear()
+        for made in _MADE.values():
+            made.clear()
         jax.clear_caches()
         gc.collect()
 

@@ -26,7 +26,7 @@ def test_a_runtime_is_what_the_oracle_says(mode, budget):
     # forward: one token or 8 with one output, 8 with all; the shift and the moves.
     kinds = [key[0] for key in runtime(mode).programs.compiled()]
     assert kinds.count("forward") <= 4
-    moves = {"move", "move_blocks"}
+    moves = {"move_kv", "move_blocks"}
     assert set(kinds) <= {"forward", *moves, *(["shift"] if mode == "write" else [])}
 
 

@@ -1,8 +1,5 @@
 """The used cells of a group as the devices of a mesh hold them."""
 
-import functools
-
-import jax
 import numpy as np
 
 from kvrt.arrays import Int32
@@ -48,7 +45,4 @@ def _take_own(device: Device, group: int, slots: Int32[np.ndarray, "S m"]) -> Di
     """
     store, shards = device.cache.stores[group], device.spec.shards
     assert shards is not None, "one device has all cells"
-    shapes = ((x.shape, x.dtype.name) for x in jax.tree.leaves(store))
-    run = functools.partial(sharded.take_own, shards)
-    key = ("take_own", slots.shape, *shapes)
-    return device.programs.run(Program(key, run, (), (store, slots)))
+    return device.programs.run(Program(sharded.take_own, (shards,), (store, slots)))

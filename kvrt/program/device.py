@@ -24,11 +24,11 @@ from kvrt.program.copies.block_copies import block_copies
 from kvrt.program.decode_loop import LoopPlan, LoopSpec, Sampled
 from kvrt.program.labels.arrays import check_labels, label_plan, n_labelled
 from kvrt.program.labels.indexed import check_index_reads
-from kvrt.program.labels.shift import shift_program
+from kvrt.program.labels.shift import shift
 from kvrt.program.labels.upkeep import LabelUpkeep
 from kvrt.program.layout import Layout, mixes_rotations
 from kvrt.program.mesh import Placement
-from kvrt.program.programs import Program, Programs
+from kvrt.program.programs import ModelKind, Program, Programs
 from kvrt.program.rounds.round import RoundStep, Verified, plan_round
 from kvrt.program.sample import Sampler
 from kvrt.program.step import Cache, StepSpec
@@ -110,13 +110,12 @@ class Device:
         return logits
 
     def _forward(self, batch: Batch) -> Program:
-        model, spec = self.programs.model, self.spec
+        return self._of_step(forward, (), batch)
 
-        def run(params: tuple, cache: Cache, batch: Batch):
-            return step.forward(model(params), cache, batch, spec)
-
-        key = ("forward", batch.tokens.shape[0], batch.out_ids.shape[0])
-        return Program(key, run, (1,), (self.programs.params, self.cache, batch))
+    def _of_step(self, run: Callable, static: tuple, *args: Any) -> Program:
+        """A program that takes parameters and the cache, and whatever else."""
+        static, args = (self.programs.kind, *static), (self.programs.params, self.cache, *args)
+        return Program(run, static, args, donate=(1,), n_known=2)
 
     def serve(self, batch: Batch, sampler: Sampler) -> tuple[Array, Array]:
         """Runs a batch of many sequences; a token sampled from each output, and the logits.
@@ -125,27 +124,13 @@ class Device:
         """
         if self.labels:
             self._label(batch.places)
-        model, spec = self.programs.model, self.spec
-
-        def run(params: tuple, cache: Cache, batch: Batch, sampler: Sampler):
-            logits, cache = step.forward(model(params), cache, batch, spec)
-            tokens, _ = sample.sample_tokens(logits, sampler)
-            return tokens, logits, cache
-
-        key = ("serve", batch.tokens.shape[0], *sampler.recent.shape)
-        args = self.programs.params, self.cache, batch, sampler
-        tokens, logits, self.cache = self.programs.run(Program(key, run, (1,), args))
+        found = self.programs.run(self._of_step(serve, (), batch, sampler))
+        tokens, logits, self.cache = found
         return tokens, logits
 
     def sampled(self, tokens: Array, source: np.ndarray) -> Array:
         """Of tokens that `serve` sampled those at `source`, as the input of another batch."""
-
-        def run(tokens: Array, source: Array) -> Array:
-            # Where no token could be sampled any one will do, for the sequence ends there.
-            return jnp.maximum(tokens[source], 0)
-
-        key = ("sampled", len(tokens), len(source))
-        return self.programs.run(Program(key, run, (), (tokens, source)))
+        return self.programs.run(Program(sampled, (), (tokens, source)))
 
     def read(self, tokens: Array) -> np.ndarray:
         """What `serve` sampled, when it is there."""
@@ -174,13 +159,7 @@ class Device:
         return sampled, sampler
 
     def _decode(self, plan: LoopPlan, sampler: Sampler, n_best: int) -> Program:
-        model, spec = self.programs.model, self.spec
-
-        def run(params: tuple, cache: Cache, plan: LoopPlan, sampler: Sampler):
-            return decode_loop.decode_many(model(params), cache, plan, sampler, spec, n_best)
-
-        key = ("decode", *plan.shape, sampler.recent.shape[1], n_best, *plan.stop_ids.shape)
-        return Program(key, run, (1,), (self.programs.params, self.cache, plan, sampler))
+        return self._of_step(decode, (n_best,), plan, sampler)
 
     def verify(self, program: Program) -> Verified:
         """Runs a step with rounds of drafts, a `round_program`; what was sampled."""
@@ -265,21 +244,13 @@ class Device:
             where groups that rotate in different ways share a store.
         """
         by_block = tuple(moved) if mixes_rotations(self.layout) else ()
-        self.cache = self.programs.run(shift_program(self.cache, self.spec, by_block))
+        static, args = (self.programs.kind,), (self.cache, by_block)
+        self.cache = self.programs.run(Program(shift, static, args, donate=(0,), n_known=1))
 
     def scrub(self, released: Bool[np.ndarray, " R"]) -> None:
         """Zeroes keys and values of empty cells, and the states `released`."""
-        shards, extents = self._shards, self._extents
-
-        def run(cache: Cache, released: Bool[Array, " R"]) -> Cache:
-            stores = []
-            for size, store, cells in zip(extents, cache.stores, cache.cells, strict=True):
-                empty = (cells.pos < 0).reshape(size.n_blocks, size.block_size)
-                stores.append(sharded.clear_kv(shards, store, empty))
-            states = cache.states and recurrent.clear_states(cache.states, released)
-            return dataclasses.replace(cache, stores=tuple(stores), states=states)
-
-        self.cache = self.programs.run(Program(("scrub",), run, (0,), (self.cache, released)))
+        static, args = (self.programs.kind,), (self.cache, released)
+        self.cache = self.programs.run(Program(scrub, static, args, donate=(0,), n_known=1))
 
     def copy_kv(self, group: int, src: np.ndarray, dst: np.ndarray) -> None:
         """Copies keys and values of cells src to cells dst in every layer of a group."""
@@ -292,7 +263,7 @@ class Device:
         n_slots = self._extents[group].n_slots
         n_most = -(-n_slots // kv_store.MOVE_CHUNK) * kv_store.MOVE_CHUNK
         moves = pad(src, n_most, n_slots), pad(dst, n_most, n_slots), np.asarray(len(src), np.int32)
-        self._set_store(group, self._on_store("move", sharded.move_kv, group, *moves))
+        self._set_store(group, self._on_store(sharded.move_kv, group, *moves))
 
     def _copied_by_block(self, group: int, src: np.ndarray, dst: np.ndarray) -> bool:
         """Copies cells block by block where that is faster than one by one, and says whether."""
@@ -300,14 +271,14 @@ class Device:
         if self._shards and not has_runs(store):
             return False
         found = block_copies(store, self._extents[group], src, dst)
-        for kind, operation, args in found or ():
-            self._set_store(group, self._on_store(kind, operation, group, *args))
+        for operation, args in found or ():
+            self._set_store(group, self._on_store(operation, group, *args))
         return found is not None
 
     def keep_runs(self, store: int, held: Bool[np.ndarray, " N"]) -> None:
         """Ends runs of keys by channel whose blocks nobody holds, where there are some."""
         if has_runs(self.cache.stores[store]):
-            self._set_store(store, self._on_store("keep", sharded.keep_runs, store, held))
+            self._set_store(store, self._on_store(sharded.keep_runs, store, held))
 
     def copy_states(self, src: np.ndarray, dst: np.ndarray) -> None:
         """Copies states src of the recurrent layers to states dst."""
@@ -316,23 +287,23 @@ class Device:
             return
         # All at once, for a state may be read that another copy writes.
         args = states, pad(src, n, n), pad(dst, n, n)
-        copied = Program(("copy_states", n), recurrent.copy, (0,), args)
+        copied = Program(recurrent.copy_states, (), args, donate=(0,))
         self._set_store(None, self.programs.run(copied))
 
     def take_state(self, index: int) -> recurrent.OneState:
         """A copy of one state of the recurrent layers."""
         args = self.cache.states, np.asarray(index, np.int32)
-        return self.programs.run(Program(("take_state",), recurrent.take_one, (), args))
+        return self.programs.run(Program(recurrent.take_one, (), args))
 
     def put_state(self, index: int, data: recurrent.OneState) -> None:
         """Writes what `take_state` gave."""
         args = self.cache.states, np.asarray(index, np.int32), data
-        written = Program(("put_state",), recurrent.put_one, (0,), args)
+        written = Program(recurrent.put_one, (), args, donate=(0,))
         self._set_store(None, self.programs.run(written))
 
     def take_kv(self, group: int, slots: np.ndarray) -> tuple[AnyKVArray, AnyKVArray]:
         """Copies of keys and values in `slots`, of every layer of a group."""
-        taken = self._on_store("take", sharded.take_kv, group, slots, donate=False)
+        taken = self._on_store(sharded.take_kv, group, slots, donate=False)
         if self._place:
             # sync: a piece is whole on every device, and all pieces would not fit on one.
             return jax.tree.map(np.asarray, taken)
@@ -342,7 +313,7 @@ class Device:
         """Writes keys and values of every layer of a group."""
         if self.labels:
             self.labels.mark_slots(group, slots)
-        self._set_store(group, self._on_store("put", sharded.put_kv, group, slots, k, v))
+        self._set_store(group, self._on_store(sharded.put_kv, group, slots, k, v))
 
     def wait(self) -> None:
         """Waits until everything that was asked is done."""
@@ -351,7 +322,7 @@ class Device:
     def take_blocks(self, store: int | None, ids: Sequence[int]) -> Array:
         """Copies of blocks of a store, or of states with None, as bytes; padded."""
         where = self._padded(store, ids)
-        return self._on_store("take_blocks", sharded.take_blocks, store, where, donate=False)
+        return self._on_store(sharded.take_blocks, store, where, donate=False)
 
     def put_blocks(self, store: int | None, ids: Sequence[int], data: np.ndarray) -> None:
         """Writes what `take_blocks` gave of so many blocks."""
@@ -360,18 +331,15 @@ class Device:
         where = self._padded(store, ids)
         full = np.zeros((len(where), data.shape[1]), np.uint8)
         full[: len(ids)] = data[: len(ids)]
-        self._set_store(store, self._on_store("put_blocks", sharded.put_blocks, store, where, full))
+        self._set_store(store, self._on_store(sharded.put_blocks, store, where, full))
 
     def _on_store(
-        self, kind: str, operation: Callable, store: int | None, *args: Any, donate: bool = True
+        self, operation: Callable, store: int | None, *args: Any, donate: bool = True
     ) -> Any:
         """The result of an operation of `store.sharded` on a store, or on states with None."""
         held = self.cache.states if store is None else self.cache.stores[store]
-        # Shapes of the arrays, and how many slots or blocks the first argument names.
-        shapes = ((x.shape, x.dtype.name) for x in jax.tree.leaves(held))
-        key = (kind, len(jax.tree.leaves(args)[0]), *shapes)
-        run = functools.partial(operation, self._shards)
-        return self.programs.run(Program(key, run, (0,) if donate else (), (held, *args)))
+        donated = (0,) if donate else ()
+        return self.programs.run(Program(operation, (self._shards,), (held, *args), donated))
 
     def _set_store(self, store: int | None, new: Any) -> None:
         parts: dict[str, Any] = {"states": new}
@@ -386,3 +354,43 @@ class Device:
         while size < len(ids):
             size *= 4
         return pad(ids, size, none)
+
+
+# --- what is compiled -----------------------------------------------------------------------------
+
+
+def forward(kind: ModelKind, params: tuple, cache: Cache, batch: Batch) -> tuple[Array, Cache]:
+    """Logits of a batch."""
+    return step.forward(kind.model(params), cache, batch, kind.spec)
+
+
+def serve(
+    kind: ModelKind, params: tuple, cache: Cache, batch: Batch, sampler: Sampler
+) -> tuple[Array, Array, Cache]:
+    """A token for each output of a batch, and its logits."""
+    logits, cache = step.forward(kind.model(params), cache, batch, kind.spec)
+    tokens, _ = sample.sample_tokens(logits, sampler)
+    return tokens, logits, cache
+
+
+def sampled(tokens: Array, source: Array) -> Array:
+    """Sampled tokens as the input of another batch."""
+    # Where no token could be sampled any one will do, for the sequence ends there.
+    return jnp.maximum(tokens[source], 0)
+
+
+def decode(
+    kind: ModelKind, n_best: int, params: tuple, cache: Cache, plan: LoopPlan, sampler: Sampler
+) -> tuple[Sampled, Cache, Sampler]:
+    """A run of steps."""
+    return decode_loop.decode_many(kind.model(params), cache, plan, sampler, kind.spec, n_best)
+
+
+def scrub(kind: ModelKind, cache: Cache, released: Bool[Array, " R"]) -> Cache:
+    """The cache with zeroes in its empty cells, and in the states `released`."""
+    stores, layout = [], kind.spec.layout
+    for of, store, cells in zip(layout.stores, cache.stores, cache.cells, strict=True):
+        empty = (cells.pos < 0).reshape(of.extent.n_blocks, of.extent.block_size)
+        stores.append(sharded.clear_kv(kind.spec.shards, store, empty))
+    states = cache.states and recurrent.clear_states(cache.states, released)
+    return dataclasses.replace(cache, stores=tuple(stores), states=states)

@@ -22,7 +22,7 @@ from kvrt.cells import vacate
 from kvrt.errors import BadConfig
 from kvrt.program.batch import Batch
 from kvrt.program.device import Device
-from kvrt.program.programs import Program
+from kvrt.program.programs import ModelKind, Program
 from kvrt.program.step import Cache, Result, StepSpec, step
 from kvrt.store import kv as kv_store
 from kvrt.store.kv import KVStore
@@ -45,34 +45,36 @@ class LayerRange:
         token = jax.ShapeDtypeStruct((1,), np.int32)
 
         def embed(params: tuple, tokens: Array) -> Array:
-            return in_parts(programs.model(params)).embed(tokens)
+            return in_parts(programs.kind.model(params)).embed(tokens)
 
         width = jax.eval_shape(embed, programs.params, token).shape[1]
         self._stream = jnp.zeros((device.spec.config.n_ctx, width), jnp.float32)
 
     def check(self, batch: Batch, at: np.ndarray) -> Float[Array, "2 T"]:
         """Runs the first layers, see `check_layers`; `at` is n_ctx for padding."""
-        (self._stream, apart) = self._run("check", check_layers, batch, at)
+        (self._stream, apart) = self._run(check_layers, batch, at, donate=(1, 3))
         return apart
 
     def finish(self, batch: Batch, at: np.ndarray) -> Float[Array, "R V"]:
         """Runs the layers behind them; see `finish_layers`."""
-        return self._run("finish", finish_layers, batch, at)
+        return self._run(finish_layers, batch, at, donate=(1,))
 
-    def _run(self, name: str, part: Callable, batch: Batch, at: np.ndarray) -> Any:
-        device, how = self._device, (self._n_layers, self._device.spec)
-        model = device.programs.model
-
-        def run(params: tuple, cache: Cache, batch: Batch, stream: Array, at: Array):
-            return part(in_parts(model(params)), cache, batch, stream, at, how)
-
-        key = (name, len(at), self._n_layers, len(self._stream))
-        donate = (1, 3) if name == "check" else (1,)
+    def _run(self, part: Callable, batch: Batch, at: np.ndarray, donate: tuple[int, ...]) -> Any:
+        device = self._device
+        static = device.programs.kind, part, self._n_layers
         args = device.programs.params, device.cache, batch, self._stream, at
         if device.labels:
             device.labels.mark_all()
-        result, device.cache = device.programs.run(Program(key, run, donate, args))
+        wanted = Program(run_part, static, args, donate, n_known=2)
+        result, device.cache = device.programs.run(wanted)
         return result
+
+
+def run_part(
+    kind: ModelKind, part: Callable, n_layers: int, params: tuple, cache: Cache, *args: Any
+) -> tuple[Any, Cache]:
+    """`check_layers` or `finish_layers` as a program."""
+    return part(in_parts(kind.model(params)), cache, *args, (n_layers, kind.spec))
 
 
 def in_parts(model: Any) -> LayeredDecoder:

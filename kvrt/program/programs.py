@@ -1,14 +1,20 @@
-"""Compiled programs of one model and one cache, made on first use, counted and timed.
+"""Compiled programs: made on first use, counted and timed, one of each for the whole process.
 
-Compiling ahead of the call keeps compile time apart from run time, and makes a silent recompile
-impossible: a compiled program refuses other shapes.
+A program is a module-level function, what it is traced for, and the shapes of its arguments; these
+three are its key, so that a second `Runtime` of the same kind compiles nothing. Compiling ahead of
+the call keeps compile time apart from run time, and makes a silent recompile impossible: a compiled
+program refuses other shapes.
 """
 
 import dataclasses
+import functools
+import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,6 +22,7 @@ import xxhash
 from flax import nnx
 
 from kvrt.arrays import AnyArray
+from kvrt.attention import registry
 from kvrt.attention.contract import Decoder
 from kvrt.errors import BadConfig
 from kvrt.program.disk_hits import CompileProgress, DiskHits
@@ -25,58 +32,132 @@ from kvrt.program.step import NanScores, StepSpec
 from kvrt.program.weights import param_shardings
 from kvrt.select_spec import DoubleSparsity
 
+# Programs that a process keeps beside those of its Runtimes and Engines, the newest used.
+_MOST = 256
+_Made = tuple[jax.stages.Compiled, int]
+_lock = threading.Lock()
+_made: OrderedDict[Hashable, Future[_Made]] = OrderedDict()
+_kinds: weakref.WeakValueDictionary[Hashable, "ModelKind"] = weakref.WeakValueDictionary()
+
+
+class ModelKind:
+    """A model without its weights, and the cache that it runs on.
+
+    Equal ones are the same object (`kind_of`): a step compares them by identity. `spec` has
+    defaults where a field changes no program.
+    """
+
+    def __init__(self, graph: Any, tree: Any, spec: StepSpec):
+        """Takes the graph of a model, and the tree of its parameters."""
+        self._graph, self._tree, self.spec = graph, tree, spec
+
+    def model(self, params: tuple) -> Any:
+        """The model of some parameters, for functions that are traced."""
+        return nnx.merge(self._graph, jax.tree.unflatten(self._tree, params))
+
+
+def kind_of(graph: Any, params: Any, spec: StepSpec, where: Hashable) -> ModelKind:
+    """The kind of a model and a cache, `where` its arrays lie."""
+    config = dataclasses.replace(
+        spec.config,
+        defrag_threshold=0.0,
+        n_checkpoints=0,
+        checkpoint_interval=None,
+        checkpoint_bytes=None,
+    )
+    leaves, tree = jax.tree.flatten(params)
+    spec = dataclasses.replace(spec, config=config)
+    made = registry.IMPLEMENTATIONS[config.attention]
+    key = graph, tree, tuple((x.shape, x.dtype) for x in leaves), spec, where, made
+    try:
+        with _lock:
+            return _kinds.setdefault(key, ModelKind(graph, tree, spec))
+    except TypeError:
+        # A model with fields that cannot be compared shares its programs with no other.
+        return ModelKind(graph, tree, spec)
+
+
+def forget() -> None:
+    """Forgets programs, but for those that a Runtime or an Engine has."""
+    with _lock:
+        _made.clear()
+
+
+class ProgramKey(NamedTuple):
+    """What tells programs apart; `name` is that of their function."""
+
+    name: str
+    run: Callable
+    static: tuple[Hashable, ...]
+    donate: tuple[int, ...]
+    tree: Any
+    shapes: tuple[tuple, ...]
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
     """What a program computes, before it is compiled.
 
     Attributes:
-      key: its kind and what its shapes follow from.
-      run: the function; its first arguments are `args`.
-      donate: arguments that it may overwrite, by number.
+      run: a module-level function, called with `static` and then with `args`.
+      static: what it is traced for; most have a `ModelKind` first.
       args: arguments; where nothing is computed yet, shapes in their place will do.
+      donate: arguments that it may overwrite, by number.
+      n_known: the first arguments, whose shapes follow from `static`.
     """
 
-    key: tuple
     run: Callable
-    donate: tuple[int, ...]
+    static: tuple[Hashable, ...]
     args: tuple[Any, ...]
+    donate: tuple[int, ...] = ()
+    n_known: int = 0
+
+    @property
+    def key(self) -> ProgramKey:
+        """What tells it apart from others."""
+        leaves, tree = jax.tree.flatten(self.args[self.n_known :])
+        shapes = tuple((x.shape, x.dtype) for x in leaves)
+        return ProgramKey(self.run.__name__, self.run, self.static, self.donate, tree, shapes)
 
 
 class Programs:
-    """Compiled programs by kind and bucket, and the parameters that they are called with.
+    """Compiled programs of one model and one cache, and the parameters that they are called with.
 
-    `n_compiles` of them were compiled so far, of which `n_from_disk` came from JAX's persistent
-    compilation cache; callers waited `compile_s` for them. `nan_scores` are those of a policy that
-    they evicted by.
+    `n_compiles` of them are there so far, of which `n_from_disk` came from JAX's persistent
+    compilation cache and `n_shared` from others of this process; callers waited `compile_s` for
+    them. `nan_scores` are those of a policy that they evicted by. `kind` is for functions that are
+    traced.
     """
 
     def __init__(self, model: Decoder, spec: StepSpec, place: Placement | None = None):
         """Splits the model into its graph and its parameters; compiles nothing yet."""
         self.spec, self._place = spec, place
-        self._graph, params = nnx.split(model)
+        graph, params = nnx.split(model)
         self._tree = jax.tree.structure(params)
         # A flat tuple: flattening nnx's nested state anew would cost every step a millisecond.
         self._shardings = param_shardings(model, params, place.shards.mesh) if place else ()
         self.params = self._placed(params)
-        self._compiled: dict[tuple, jax.stages.Compiled] = {}
-        self._pending: dict[tuple, Future[tuple[jax.stages.Compiled, int]]] = {}
-        self.compile_s, self.n_from_disk = 0.0, 0
+        self._where = self._shardings or _device(self.params)
+        self.kind = kind_of(graph, params, spec, self._where)
+        self._compiled: dict[ProgramKey, jax.stages.Compiled] = {}
+        # Those on their way, and whether they are compiled for these programs.
+        self._pending: dict[ProgramKey, tuple[Future[_Made], bool]] = {}
+        self.compile_s, self.n_from_disk, self.n_shared = 0.0, 0, 0
         self._digest, self.nan_scores = "", NanScores()
         self._check_weights()
 
     @property
     def n_compiles(self) -> int:
-        """Programs compiled so far."""
+        """Programs that are there so far."""
         return len(self._compiled)
 
-    def compiled(self) -> dict[tuple, jax.stages.Compiled]:
-        """The programs by kind and shape, for whoever inspects memory or cost."""
+    def compiled(self) -> dict[ProgramKey, jax.stages.Compiled]:
+        """The programs by key, to look at their memory or cost."""
         return dict(self._compiled)
 
-    def temp_bytes(self, kind: str) -> int:
-        """The most memory that a compiled program of this kind takes beside its arguments."""
-        found = [p.memory_analysis() for key, p in self._compiled.items() if key[0] == kind]
+    def temp_bytes(self, name: str) -> int:
+        """The most memory that a compiled program of this name takes beside its arguments."""
+        found = [p.memory_analysis() for key, p in self._compiled.items() if key.name == name]
         return max((a.temp_size_in_bytes for a in found if a is not None), default=0)
 
     def bind(self, model: Decoder) -> None:
@@ -129,14 +210,15 @@ class Programs:
           progress: called at the beginning and after each of `now`, in this thread; counts those
             for `later` as well.
         """
-        start = time.perf_counter()
-        new = [x for x in (*now, *later) if x.key not in {*self._compiled, *self._pending}]
-        n_all = len({*self._compiled, *self._pending, *(x.key for x in new)})
+        start, wanted = time.perf_counter(), {x.key: x for x in (*now, *later)}
+        there = {*self._compiled, *self._pending}
+        new = {key: x for key, x in wanted.items() if key not in there}
+        n_all = len(there) + len(new)
         if progress:
             progress(len(self._compiled), n_all, self.n_from_disk)
         worker = ThreadPoolExecutor(1)
-        for x in new:
-            self._pending[x.key] = worker.submit(_compiled, self._lowered(x))
+        for key, x in new.items():
+            self._pending[key] = self._on_its_way(key, x, worker)
         worker.shutdown(wait=False)
         self._await([x.key for x in now if x.key not in self._compiled], n_all, progress)
         self.compile_s += time.perf_counter() - start
@@ -158,12 +240,12 @@ class Programs:
         """Results of a program, which is compiled when it is first run."""
         if self._place:
             program = dataclasses.replace(program, args=self._place.inputs(program.args))
-        compiled = self._compiled.get(program.key) or self._program(program)
+        key = program.key
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            self.compile_all([program], [])
+            compiled = self._compiled[key]
         return compiled(*program.args)
-
-    def model(self, params: tuple) -> Any:
-        """The model of some parameters, for functions that are traced."""
-        return nnx.merge(self._graph, jax.tree.unflatten(self._tree, params))
 
     def _check_weights(self) -> None:
         """Refuses heavy channels of other weights, as soon as there are weights."""
@@ -180,32 +262,70 @@ class Programs:
     def _fetched(self, x: AnyArray) -> np.ndarray:
         return self._place.fetch(x) if self._place else np.asarray(x)
 
-    def _program(self, program: Program) -> jax.stages.Compiled:
-        if program.key not in self._compiled:
-            self.compile_all([program], [])
-        return self._compiled[program.key]
-
-    def _await(self, keys: Sequence[tuple], n_all: int, progress: CompileProgress | None) -> None:
+    def _await(
+        self, keys: Sequence[ProgramKey], n_all: int, progress: CompileProgress | None
+    ) -> None:
         """Takes programs on their way, one after the other."""
         for key in keys:
             self._take(key)
             if progress:
                 progress(len(self._compiled), n_all, self.n_from_disk)
 
-    def _take(self, key: tuple) -> None:
+    def _take(self, key: ProgramKey) -> None:
         """Waits for a program on its way."""
-        program, n_from_disk = self._pending[key].result()
+        future, is_own = self._pending.pop(key)
+        program, n_from_disk = future.result()
         self._compiled[key] = program
-        self.n_from_disk += n_from_disk
-        del self._pending[key]
+        self.n_from_disk += n_from_disk * is_own
+        self.n_shared += not is_own
+
+    def _on_its_way(
+        self, key: ProgramKey, program: Program, worker: ThreadPoolExecutor
+    ) -> tuple[Future[_Made], bool]:
+        """A program that somebody has, or compiles; and whether it is `worker` for this call."""
+        whole = key, self._where
+        with _lock:
+            future = _made.get(whole)
+            if future is not None:
+                _made.move_to_end(whole)
+                return future, False
+            future = _made[whole] = Future[_Made]()
+            while len(_made) > _MOST:
+                _made.popitem(last=False)
+        try:
+            worker.submit(_compile, self._lowered(program), future, whole)
+        except BaseException as error:
+            _failed(future, whole, error)
+            raise
+        return future, True
 
     def _lowered(self, program: Program) -> jax.stages.Lowered:
-        run, donate, place = program.run, program.donate, self._place
-        jitted = place.jit(run, donate, program.args) if place else None
-        return (jitted or jax.jit(run, donate_argnums=donate)).lower(*program.args)
+        run, place = functools.partial(program.run, *program.static), self._place
+        if place:
+            return place.jit(run, program.donate, program.args).lower(*program.args)
+        return jax.jit(run, donate_argnums=program.donate).lower(*program.args)
 
 
-def _compiled(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, int]:
-    """A program, and 1 if it came from the disk."""
-    with DiskHits() as hits:
-        return lowered.compile(), hits.n
+def _compile(lowered: jax.stages.Lowered, future: Future[_Made], whole: Hashable) -> None:
+    """Compiles a program, and notes whether it came from the disk."""
+    try:
+        with DiskHits() as hits:
+            future.set_result((lowered.compile(), hits.n))
+    except BaseException as error:
+        _failed(future, whole, error)
+
+
+def _failed(future: Future[_Made], whole: Hashable, error: BaseException) -> None:
+    """Who waits for the program gets the error, and who wants it later tries again."""
+    with _lock:
+        _made.pop(whole, None)
+    future.set_exception(error)
+
+
+def _device(params: tuple) -> Hashable:
+    """The device of parameters, or where JAX would put them."""
+    for x in params:
+        if isinstance(x, jax.Array):
+            return frozenset(x.devices())
+    default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    return frozenset([default or jax.local_devices()[0]])

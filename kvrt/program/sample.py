@@ -245,21 +245,20 @@ def _edge(
 
 def first_token_program(logits: Any, sampler: Sampler, n_best: int) -> Program:
     """The program that samples after a prefill: tokens, sampler, n_best log-probabilities."""
+    return Program(sample_first, (n_best,), (logits, sampler))
 
-    def run(logits: Array, sampler: Sampler):
-        tokens, sampler = sample_tokens(logits, sampler)
-        return tokens, sampler, *log_probs(logits, n_best)
 
-    key = ("sample", *logits.shape, sampler.recent.shape[1], n_best)
-    return Program(key, run, (), (logits, sampler))
+def sample_first(n_best: int, logits: Float[Array, "S V"], sampler: Sampler) -> tuple:
+    """Tokens, the sampler after them, and their n_best log-probabilities."""
+    tokens, sampler = sample_tokens(logits, sampler)
+    return tokens, sampler, *log_probs(logits, n_best)
 
 
 def best_tokens_program(logits: Any, rows: Any, n_best: int) -> Program:
     """The program that gives the n_best most probable tokens of some rows of logits [S, V]."""
-    n_best = min(n_best, logits.shape[1])
+    return Program(best_tokens, (min(n_best, logits.shape[1]),), (logits, rows))
 
-    def run(logits: Array, rows: Array):
-        return log_probs(logits[rows], n_best)
 
-    key = ("best", *logits.shape, rows.shape[0], n_best)
-    return Program(key, run, (), (logits, rows))
+def best_tokens(n_best: int, logits: Float[Array, "S V"], rows: Int32[Array, " R"]) -> tuple:
+    """Ids and log-probabilities of the n_best most probable tokens of some rows."""
+    return log_probs(logits[rows], n_best)

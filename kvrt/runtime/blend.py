@@ -292,7 +292,7 @@ def _check_cache(cache: CellCache) -> None:
             "replaced alone; use a KV dtype by token"
         )
     programs = cache.device.programs
-    in_parts(programs.model(programs.params))
+    in_parts(programs.kind.model(programs.params))
 
 
 def check_spec(n_chunks: int, n_layers: int, spec: BlendSpec) -> None:

@@ -107,7 +107,7 @@ def compress_prompt(
 
 def _transient(runtime: Runtime, policy: ScoredPolicy) -> Runtime:
     """A runtime of one sequence with the same weights, and slots for a whole prompt."""
-    model = runtime.programs.model(runtime.programs.params)
+    model = runtime.programs.kind.model(runtime.programs.params)
     one = {"n_seq_max": 1, "n_rs_seq": 0, "n_checkpoints": 0}
     config = dataclasses.replace(runtime.config, **one)
     return Runtime(model, config, policy=policy, identity=runtime.identity)

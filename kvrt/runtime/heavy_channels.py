@@ -18,7 +18,7 @@ from kvrt.files import kinds, small_json
 from kvrt.program import step
 from kvrt.program.batch import Batch
 from kvrt.program.layout import Layout, cell_layout
-from kvrt.program.programs import Program, Programs
+from kvrt.program.programs import ModelKind, Program, Programs
 from kvrt.program.step import Cache, StepSpec
 from kvrt.select_spec import Channels
 
@@ -102,19 +102,23 @@ def _program(programs: Programs, spec: StepSpec, layout: Layout, tokens: np.ndar
         out_ids=slots[:1],
     )
 
-    def run(params: tuple, cache: Cache, batch: Batch) -> dict[int, Array]:
-        model, sums = programs.model(params), {}
+    return Program(channels, (programs.kind,), (programs.params, step.create(spec), batch))
 
-        def tapped(tokens: Array, attend: StepAttention) -> Array:
-            def see(layer: int, args: AttendArgs) -> None:
-                sums[layer] = _products(args[0])
 
-            return model(tokens, TappedAttend(attend, see), batch.out_ids)
+def channels(
+    kind: ModelKind, params: tuple, cache: Cache, batch: Batch
+) -> dict[int, Float[Array, "H D"]]:
+    """By layer the sums of |q * k| of a text's tokens."""
+    model, sums = kind.model(params), {}
 
-        step.step(tapped, cache, batch, spec)
-        return sums
+    def tapped(tokens: Array, attend: StepAttention) -> Array:
+        def see(layer: int, args: AttendArgs) -> None:
+            sums[layer] = _products(args[0])
 
-    return Program(("channels", n), run, (), (programs.params, step.create(spec), batch))
+        return model(tokens, TappedAttend(attend, see), batch.out_ids)
+
+    step.step(tapped, cache, batch, kind.spec)
+    return sums
 
 
 def write_channels(path: str, channels: Channels, weights: str) -> None:

@@ -23,7 +23,7 @@ from kvrt.errors import BadConfig, BadRange, CannotRewind, UsageError
 from kvrt.kv_types import CHANNEL_CODECS
 from kvrt.program.batch import Batch, bucket, padded
 from kvrt.program.layer_range import in_place
-from kvrt.program.programs import Program
+from kvrt.program.programs import ModelKind, Program
 from kvrt.program.step import Cache
 
 
@@ -124,28 +124,22 @@ def _scores(
     batch = padded(ids[at], pos[at], mine, [], host.places(plan, size), size)
     programs = cache.device.programs
     # sync: the host chooses.
-    found = programs.run(_program(cache, batch))
+    args = programs.params, cache.device.cache, batch
+    found = programs.run(Program(whole_cells, (programs.kind,), args, n_known=2))
     given = [np.asarray(x, np.float64)[of] for of, x in zip(slots, found, strict=True) if x.ndim]
     return np.sum(given, axis=0)
 
 
-def _program(cache: CellCache, batch: Batch) -> Program:
-    device = cache.device
-    programs, spec = device.programs, device.spec
-    groups = spec.layout.groups
+def whole_cells(kind: ModelKind, params: tuple, cache: Cache, batch: Batch) -> tuple[Array, ...]:
+    """By group what a batch gives each cell, summed over layers and heads."""
+    model, sums = kind.model(params), dict[int, Array]()
 
-    def run(params: tuple, cache: Cache, batch: Batch) -> tuple[Array, ...]:
-        model, sums = programs.model(params), dict[int, Array]()
+    def tapped(tokens: Array, attend: StepAttention) -> Array:
+        def see(layer: int, args: AttendArgs) -> None:
+            sums[layer] = cell_sums(args)
 
-        def tapped(tokens: Array, attend: StepAttention) -> Array:
-            def see(layer: int, args: AttendArgs) -> None:
-                sums[layer] = cell_sums(args)
+        return model(tokens, TappedAttend(attend, see), batch.out_ids)
 
-            return model(tokens, TappedAttend(attend, see), batch.out_ids)
-
-        in_place(tapped, cache, batch, spec)
-        none = jnp.zeros(())
-        return tuple(sum((sums[i] for i in g.layers if i in sums), none) for g in groups)
-
-    args = programs.params, device.cache, batch
-    return Program(("whole_cells", len(batch.tokens)), run, (), args)
+    in_place(tapped, cache, batch, kind.spec)
+    none, groups = jnp.zeros(()), kind.spec.layout.groups
+    return tuple(sum((sums[i] for i in g.layers if i in sums), none) for g in groups)

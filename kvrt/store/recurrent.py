@@ -52,7 +52,9 @@ def create(spec: RecurrentSpec, n_states: int) -> StateStore:
     return StateStore(tables=tuple(map(layer, spec.arrays)))
 
 
-def copy(store: StateStore, src: Int32[AnyArray, " M"], dst: Int32[AnyArray, " M"]) -> StateStore:
+def copy_states(
+    store: StateStore, src: Int32[AnyArray, " M"], dst: Int32[AnyArray, " M"]
+) -> StateStore:
     """Copies states src to states dst in every table; a dst of R is padding and is dropped."""
 
     def moved(table: Array) -> Array:

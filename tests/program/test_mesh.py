@@ -113,21 +113,22 @@ class TestEightDevices:
         found = findings()["programs"]
         assert found["all"] == 8 * found["own"]
         assert found["blocks"] == [True, True]
-        kept = ("forward", "shift", "move", "scrub", "put", "put_blocks")
+        kept = ("forward", "shift", "move_kv", "scrub", "put_kv", "put_blocks")
         for name in kept:
             program = found["programs"][name]
             assert program["alias"] >= found["own"], name
             assert program["temp"] < found["own"], name
             assert program["moved"] <= found["own_layer"] // 16, name
         # Taken rows and blocks come whole, and nothing beside them.
-        assert found["programs"]["take"]["moved"] == 256 * 2 * 16
+        assert found["programs"]["take_kv"]["moved"] == 256 * 2 * 16
         assert found["programs"]["take_blocks"]["moved"] <= 2 * 2 * 16 * 16 * 4
 
 
 def test_without_a_mesh_programs_know_of_none():
     runtime = Runtime(RowModel(), CacheConfig(n_ctx=16, block_size=4, n_ubatch=8))
     runtime.append([1, 2, 3])
-    text = runtime.programs.compiled()[("forward", 8, 1)].as_text()
+    (program,) = runtime.programs.compiled().values()
+    text = program.as_text()
     assert "num_partitions=" not in text
     for word in ("sharding=", '"Sharding"', "SPMD", "partition-id", "all-reduce", "all-gather"):
         assert word not in text, word

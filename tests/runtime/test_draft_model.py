@@ -34,7 +34,7 @@ def test_a_model_drafts_for_itself_what_it_says(sampling):
     at = runtime("full")
     plain, *_ = text(at, sampling=sampling)
     drafter = DraftModel(
-        runtime=Runtime(at.programs.model(at.programs.params), at.config), sampling=sampling
+        runtime=Runtime(at.programs.kind.model(at.programs.params), at.config), sampling=sampling
     )
     found, n_accepted, n_drafted = text(at, Speculation(drafter=drafter, n_draft=N_DRAFT), sampling)
     assert found == plain

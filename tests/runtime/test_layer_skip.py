@@ -244,7 +244,7 @@ def test_a_round_is_compiled_ahead():
     runtime.prefill(PROMPT)
     list(runtime.generate(9, speculation=spec()))
     kinds = [k[0] for k in runtime.programs.compiled()]
-    assert kinds.count("layer_skip") == 1 and "verify" not in kinds
+    assert kinds.count("layer_skip") == 1 and "verify_round" not in kinds
 
 
 REFUSED = {

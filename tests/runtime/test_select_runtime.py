@@ -114,8 +114,8 @@ def test_labels_are_bytes_and_no_layer_is_copied():
     assert runtime.stats().cache_bytes - dense.stats().cache_bytes == size
     assert dense.cache.labels is None
     kinds = {key[0] for key in dense.programs.compiled()}
-    assert "label" not in kinds
-    assert "label" in {key[0] for key in runtime.programs.compiled()}
+    assert "relabelled" not in kinds
+    assert "relabelled" in {key[0] for key in runtime.programs.compiled()}
 
 
 def test_heavy_channels_are_found_kept_and_refused_with_other_weights(tmp_path):

@@ -213,7 +213,7 @@ def test_a_search_compiles_a_program_for_its_first_step_and_one_for_the_others(m
     serve(engine, [ask("a", prompt(9), 20)])
     before = set(engine.programs.compiled())
     serve(engine, [ask("a", prompt(9, 1), 20, num_beams=3)])
-    new = [key for key in set(engine.programs.compiled()) - before if key[0] == "best"]
+    new = [key for key in set(engine.programs.compiled()) - before if key.name == "best_tokens"]
     assert len(new) == 2
     before = set(engine.programs.compiled())
     serve(engine, [ask("a", prompt(9, 2), 60, num_beams=3)])

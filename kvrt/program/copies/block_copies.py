@@ -16,9 +16,8 @@ from kvrt.store.runs.channel_runs import has_runs
 
 
 class StoreOperation(NamedTuple):
-    """An operation of `store.sharded`: the name of its program, itself, its further arguments."""
+    """An operation of `store.sharded` and its further arguments."""
 
-    kind: str
     run: Callable
     args: tuple[Any, ...]
 
@@ -40,7 +39,7 @@ def block_copies(
         return None
     parts = range(0, len(moves.src), size.n_blocks)
     found = (kv_store.part_of_moves(moves, first, size.n_blocks) for first in parts)
-    return (StoreOperation("move_blocks", sharded.move_blocks, some) for some in found)
+    return (StoreOperation(sharded.move_blocks, some) for some in found)
 
 
 def _whole_blocks(size: Extent, src: np.ndarray, dst: np.ndarray) -> Iterator[StoreOperation]:
@@ -49,4 +48,4 @@ def _whole_blocks(size: Extent, src: np.ndarray, dst: np.ndarray) -> Iterator[St
         some = [x[first : first + size.n_blocks] for x in ends]
         padded = (pad(x, size.n_blocks, 0) for x in some)
         args = *padded, np.asarray(len(some[0]), np.int32)
-        yield StoreOperation("copy_blocks", sharded.copy_blocks, args)
+        yield StoreOperation(sharded.copy_blocks, args)

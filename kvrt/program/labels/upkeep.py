@@ -71,14 +71,9 @@ class LabelUpkeep:
             (ids,) = np.nonzero(marked)
             blocks.append((pad(ids, len(marked), 0), np.asarray(len(ids), np.int32)))
             marked[:] = False
-        plan = self._plan
-
-        def run(labels: tuple, stores: tuple, pos: tuple, blocks: tuple) -> tuple:
-            return relabelled(plan, labels, stores, pos, blocks)
-
         pos = tuple(cells.pos for cells in cache.cells)
         args = cache.labels, cache.stores, pos, tuple(blocks)
-        return Program(("label",), run, (0,), args)
+        return Program(relabelled, (self._plan,), args, donate=(0,))
 
 
 def relabelled(

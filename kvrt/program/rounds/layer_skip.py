@@ -26,7 +26,7 @@ from kvrt.program import sample
 from kvrt.program import step as steps
 from kvrt.program.batch import Batch
 from kvrt.program.layer_range import in_parts, in_place
-from kvrt.program.programs import Program, Programs
+from kvrt.program.programs import ModelKind, Program, Programs
 from kvrt.program.rounds.round import (
     NO_DRAFT,
     RoundSpec,
@@ -82,7 +82,7 @@ def check_exit(programs: Programs, exit_layer: int) -> None:
             "that separates no layer from the one that it reads"
         )
     token = jax.ShapeDtypeStruct((1,), np.int32)
-    jax.eval_shape(lambda p, t: in_parts(programs.model(p)).embed(t), programs.params, token)
+    jax.eval_shape(lambda p, t: in_parts(programs.kind.model(p)).embed(t), programs.params, token)
 
 
 def _across(group: GroupSpec, exit_layer: int) -> list[tuple[int, int]]:
@@ -264,14 +264,22 @@ def _at(batch: Batch, tokens: Array, at: Int32[Array, " D"]) -> Batch:
 
 def round_program(programs: Programs, cache: Cache, step: RoundStep, how: RoundSpec) -> Program:
     """The program of a step with rounds, whose drafts are given or made by the first layers."""
-    model, spec, exit_layer, n_best = programs.model, programs.spec, how.exit_layer, how.n_best
+    run = verify_round if how.exit_layer is None else layer_skip
+    args = programs.params, cache, step
+    return Program(run, (programs.kind, how), args, donate=(1,), n_known=2)
 
-    def run(params: tuple, cache: Cache, step: RoundStep) -> tuple[Verified, Cache]:
-        if exit_layer is None:
-            return verify(model(params), cache, step, spec, n_best)
-        return draft_and_verify(in_parts(model(params)), cache, step, (spec, exit_layer), n_best)
 
-    sizes = step.batch.tokens.shape[0], *step.rounds.drafts.shape, *step.sampler.recent.shape
-    kind = ("verify",) if exit_layer is None else ("layer_skip", exit_layer)
-    key = (*kind, *sizes, n_best, step.rounds.stop_ids.shape[1])
-    return Program(key, run, (1,), (programs.params, cache, step))
+def verify_round(
+    kind: ModelKind, how: RoundSpec, params: tuple, cache: Cache, step: RoundStep
+) -> tuple[Verified, Cache]:
+    """`verify` as a program."""
+    return verify(kind.model(params), cache, step, kind.spec, how.n_best)
+
+
+def layer_skip(
+    kind: ModelKind, how: RoundSpec, params: tuple, cache: Cache, step: RoundStep
+) -> tuple[Verified, Cache]:
+    """`draft_and_verify` as a program."""
+    assert how.exit_layer is not None, "some layers draft"
+    where = kind.spec, how.exit_layer
+    return draft_and_verify(in_parts(kind.model(params)), cache, step, where, how.n_best)
