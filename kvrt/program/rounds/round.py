@@ -153,11 +153,7 @@ def accept(
     """Samples a token of each sequence, and more where drafts are those; keeps what stays."""
     rounds, n_seqs = step.rounds, step.sampler.seed.shape[0]
     n_rounds, n_drafts = rounds.drafts.shape
-    given, seq = jnp.asarray(rounds.drafts), jnp.asarray(rounds.seq)
-    ends = jnp.any(given[:, :, None] == jnp.asarray(rounds.stop_ids)[:, None], axis=2)
-    # Behind the last draft there is none, so that the round ends.
-    drafts = jnp.where(ends, jnp.int32(NO_DRAFT), given)
-    drafts = jnp.pad(drafts, ((0, 0), (0, 1)), constant_values=NO_DRAFT)
+    drafts, seq = _acceptable(rounds), jnp.asarray(rounds.seq)
     first, after = sample.sample_tokens(logits[:n_seqs], step.sampler)
     behind = logits[n_seqs:].reshape(n_rounds, n_drafts, -1)
 
@@ -183,13 +179,12 @@ def accept(
     kept = lax.broadcasted_iota(jnp.int32, rounds.at.shape, 1) < last.n[:, None]
     stays = jnp.ones(step.batch.tokens.shape[0], bool)
     attend.keep(stays.at[jnp.asarray(rounds.at)].set(kept, mode="drop"))
-    # One by one, as the sums of single steps are.
-    best_ids, best = lax.map(lambda x: _first(sample.log_probs(x[None], n_best)), logits)
+    best_ids, best = _log_probs(logits, n_best)
     return Verified(
         first=first,
         more=last.more,
         n=last.n,
-        n_drafted=jnp.sum(given != NO_DRAFT, axis=1, dtype=jnp.int32),
+        n_drafted=jnp.sum(rounds.drafts != NO_DRAFT, axis=1, dtype=jnp.int32),
         logits=logits,
         best_ids=best_ids,
         best=best,
@@ -197,8 +192,20 @@ def accept(
     )
 
 
-def _first(x: Any) -> Any:
-    return jax.tree.map(lambda y: y[0], x)
+def _acceptable(rounds: Rounds) -> Int32[Array, "D K1"]:
+    """Drafts that a round goes on behind, and none behind the last."""
+    drafts = jnp.asarray(rounds.drafts)
+    ends = jnp.any(drafts[:, :, None] == jnp.asarray(rounds.stop_ids)[:, None], axis=2)
+    drafts = jnp.where(ends, jnp.int32(NO_DRAFT), drafts)
+    return jnp.pad(drafts, ((0, 0), (0, 1)), constant_values=NO_DRAFT)
+
+
+def _log_probs(
+    logits: Float[Array, "R V"], n_best: int
+) -> tuple[Int32[Array, "R B"], Float[Array, "R B"]]:
+    """`sample.log_probs` of one output at a time, whose sums are those of single steps."""
+    ids, values = lax.map(lambda x: sample.log_probs(x[None], n_best), logits)
+    return ids[:, 0], values[:, 0]
 
 
 def of_rounds(rounds: Rounds, sampler: Sampler) -> Sampler:
