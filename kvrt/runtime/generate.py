@@ -9,11 +9,12 @@ import numpy as np
 from kvrt.arrays import Array
 from kvrt.cache import checks
 from kvrt.cache.last_logits import ResumePoint
+from kvrt.cache.runner import Ran
 from kvrt.drafts.back_off import BackOff
 from kvrt.drafts.drafter import Speculation
 from kvrt.errors import BadConfig, BadToken
 from kvrt.program import sample
-from kvrt.program.decode_loop import LoopSpec, Sampled
+from kvrt.program.decode_loop import LoopSpec
 from kvrt.program.device import Device
 from kvrt.program.disk_hits import CompileProgress
 from kvrt.program.programs import Program
@@ -193,11 +194,11 @@ def _run(
                 return
         at = newest, left, resume_point.n_sampled, back_off
         if found := _round(stepper, asked, at, sampler):
-            sampled, sampler, back_off = found
+            ran, back_off = found
         else:
             n = asked.stride if left is None else min(asked.stride, left)
-            sampled, sampler = stepper.run_loop(newest, asked.seq_id, asked._loop, n, sampler)
-        new = _read(sampled)
+            ran = stepper.run_loop(newest, asked.seq_id, asked._loop, n, sampler)
+        new, sampler = _tokens(ran), ran.sampler
 
 
 def _round(
@@ -205,7 +206,7 @@ def _round(
     asked: GenerationSpec,
     at: tuple[int, int | None, int, BackOff],
     sampler: sample.Sampler,
-) -> tuple[Sampled, sample.Sampler, BackOff] | None:
+) -> tuple[Ran, BackOff] | None:
     """What a round of drafts gives; None without drafts."""
     (newest, left, n_sampled, back_off), spec = at, asked.speculation
     if spec is None:
@@ -221,10 +222,6 @@ def _pairs(ids, values) -> tuple[tuple[int, float], ...]:
     )
 
 
-def _read(run: Sampled) -> list[Token]:
-    """The tokens of a run, from the device."""
-    n = int(run.n_steps)
-    ids, best_ids, best = (np.asarray(x)[:n, 0] for x in (run.tokens, run.best_ids, run.best))
-    return [
-        Token(id=int(t), best=_pairs(i, b)) for t, i, b in zip(ids, best_ids, best, strict=True)
-    ]
+def _tokens(ran: Ran) -> list[Token]:
+    rows = zip(ran.tokens.tolist(), ran.best_ids, ran.best, strict=True)
+    return [Token(id=token, best=_pairs(ids, best)) for token, ids, best in rows]

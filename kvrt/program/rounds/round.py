@@ -280,7 +280,7 @@ def plan_rounds(
 
 
 def plan_round(
-    tokens: Sequence[int] | np.ndarray,
+    tokens: Sequence[int],
     first: tuple[int, int],
     where: tuple[Sequence[Places], StateIndex | None],
     size: int,
