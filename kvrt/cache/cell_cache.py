@@ -272,7 +272,7 @@ class CellCache:
         threshold = self.config.defrag_threshold
         for i, indexed in enumerate(self.host.groups):
             packs = indexed.stale and not indexed.group.rolls and indexed.group.blocks is None
-            if packs and should_defrag(indexed.cells, threshold):
+            if self.host.packs and packs and should_defrag(indexed.cells, threshold):
                 self._defrag(i, by_sequence=False)
         self.upload()
         self.shift_keys()

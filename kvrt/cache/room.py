@@ -11,7 +11,7 @@ from kvrt.cellcache import contents
 from kvrt.cellcache import group as groups
 from kvrt.cellcache.contents import CacheContents
 from kvrt.cellcache.room import RoomPlan, plan_room
-from kvrt.cells import n_shared, n_used, owned
+from kvrt.cells import check_seq_id, n_shared, n_used, owned
 from kvrt.errors import CacheFull
 from kvrt.policies import Policy, PolicyContext, policy_name
 from kvrt.policies.context import n_at_once
@@ -69,7 +69,7 @@ def make_room(cache: CellCache, wanted: Mapping[int, int]) -> None:
       CacheFull: they do not all fit; nothing was evicted.
     """
     for s, n in wanted.items():
-        cache.check_seq_id(s)
+        check_seq_id(s, cache.config.n_seq_max)
         checks.last_pos(cache.host.pos_max(s) + 1 + n)
     plans = _plan(cache, cache.policy, wanted) if cache.policy is not None else []
     _check_fit(cache, plans[-1][1].contents if plans else None, wanted)

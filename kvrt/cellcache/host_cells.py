@@ -61,6 +61,8 @@ class SlotPlan:
 class HostCells:
     """An indexed group of cells for each group of attention layers, states and token history.
 
+    `packs` says whether cells are packed before a step where many are empty between others.
+
     Attributes:
       groups: in the order of the model's groups.
       complete: those that keep every position.
@@ -72,6 +74,8 @@ class HostCells:
       history: the tokens of each sequence.
       checkpoints: where sequences can be cut back to beside their newest tokens.
     """
+
+    packs = True
 
     def __init__(
         self,
@@ -240,15 +244,39 @@ class HostCells:
         """Which state indices no sequence uses."""
         return recurrent.released(self.states) if self.states else np.zeros(0, bool)
 
+    def held(self, seq_id: int, first: int, slots: Sequence[np.ndarray]) -> SlotPlan:
+        """The plan of tokens that have cells, by group, for steps that replace or read them.
+
+        Args:
+          seq_id: their sequence.
+          first: the position of the first.
+          slots: their cells by group.
+        """
+        both = zip(slots, self.contents.groups, strict=True)
+        return SlotPlan(
+            seq_ids=np.full(len(slots[0]), seq_id, np.int32),
+            first={seq_id: first},
+            found=tuple(FoundSlots(slots=of, group=group) for of, group in both),
+            states=None,
+        )
+
+    def kept(self, plan: SlotPlan, stays: Bool[np.ndarray, " n"]) -> SlotPlan:
+        """The plan of tokens that stay, of each sequence the first ones.
+
+        Each sequence writes to one index of a state, whether one of its tokens stays or more.
+        """
+        seq_ids = plan.seq_ids[stays]
+        return SlotPlan(
+            seq_ids=seq_ids,
+            first=plan.first,
+            found=tuple(dataclasses.replace(f, slots=f.slots[stays]) for f in plan.found),
+            states=recurrent.plan_states(self.states, seq_ids, plan.first) if self.states else None,
+        )
+
     def append(self, plan: SlotPlan, pos: np.ndarray, ids: np.ndarray) -> None:
-        """Adds tokens that a step has written in every layer, all of a plan or its first."""
-        seq_ids = plan.seq_ids[: len(pos)]
-        self.history = history.append(self.history, seq_ids, pos, ids)
+        """Adds all tokens of a plan, which a step has written in every layer."""
+        self.history = history.append(self.history, plan.seq_ids, pos, ids)
         for indexed, found in zip(self.groups, plan.found, strict=True):
-            indexed.append(found, pos, seq_ids)
-        if self.states is not None and plan.states is not None:
-            whole = len(pos) == len(plan.seq_ids)
-            after = (
-                plan.states if whole else recurrent.plan_states(self.states, seq_ids, plan.first)
-            )
-            self.states = after.after
+            indexed.append(found, pos, plan.seq_ids)
+        if plan.states is not None:
+            self.states = plan.states.after

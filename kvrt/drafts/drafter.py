@@ -63,6 +63,11 @@ class Speculation:
     drafter: Drafter | LayerSkip
     n_draft: int = 8
 
+    @property
+    def exit_layer(self) -> int | None:
+        """How many of the model's first layers draft; None where drafts come from elsewhere."""
+        return self.drafter.exit_layer if isinstance(self.drafter, LayerSkip) else None
+
     def __post_init__(self) -> None:
         """Refuses rounds of no drafts, or of so many that most would be refused."""
         take_whole_numbers(self)

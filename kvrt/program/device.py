@@ -31,9 +31,7 @@ from kvrt.program.layers.by_layer import StepByLayer, reason_for_whole
 from kvrt.program.layout import Layout, mixes_rotations
 from kvrt.program.mesh import Placement
 from kvrt.program.programs import ModelKind, Program, Programs
-from kvrt.program.rounds import verify, verify_many
-from kvrt.program.rounds.verify import Round
-from kvrt.program.rounds.verify_many import Accepted, Rounds
+from kvrt.program.rounds.round import RoundStep, Verified, plan_round
 from kvrt.program.sample import Sampler
 from kvrt.program.step import Cache, StepSpec
 from kvrt.store import kv as kv_store
@@ -202,18 +200,10 @@ class Device:
         rows = self._rows(decode_loop.batch_of(plan, 0, plan.tokens))
         return self.programs.run(self._of_rows(head_decode, (n_best,), rows, sampler))
 
-    def verify(self, plan: Round, sampler: Sampler, n_best: int) -> tuple[Sampled, Sampler]:
-        """Runs a round of drafts; what was sampled, and the sampler after it."""
-        program = verify.program(self.programs, self.cache, plan, sampler, n_best)
-        sampled, self.cache, sampler = self.programs.run(program)
-        return sampled, sampler
-
-    def verify_many(self, batch: Batch, rounds: Rounds, sampler: Sampler) -> tuple[Accepted, Array]:
-        """Runs a batch in which some sequences have drafts; what was sampled, and the logits."""
-        args = batch, rounds, sampler
-        program = verify_many.rounds_program(self.programs, self.cache, args)
-        accepted, logits, self.cache = self.programs.run(program)
-        return accepted, logits
+    def verify(self, program: Program) -> Verified:
+        """Runs a step with rounds of drafts, a `round_program`; what was sampled."""
+        verified, self.cache = self.programs.run(program)
+        return verified
 
     def sample(self, logits: Array, sampler: Sampler, n_best: int) -> tuple:
         """The token after a prefill, the sampler after it, and n_best log-probabilities."""
@@ -265,9 +255,9 @@ class Device:
         rows = self._rows_ahead(begin, decode_loop.batch_of(plan, 0, plan.tokens))
         begin(self._of_rows(head_decode, (loop.n_best,), rows, sampler))
 
-    def empty_round(self, size: int, stop_ids: Sequence[int]) -> Round:
+    def empty_round(self, size: int, stop_ids: Sequence[int], sampler: Sampler) -> RoundStep:
         """A round of `size` tokens as programs are compiled for, which is written nowhere."""
-        return verify.plan_round([0], (0, 0), self._nowhere(size), size, stop_ids)
+        return plan_round([0], (0, 0), self._nowhere(size), size, stop_ids, sampler)
 
     def _nowhere(self, size: int) -> tuple[list[Places], StateIndex | None]:
         """Places of `size` tokens that are written nowhere and read nothing."""

@@ -16,15 +16,15 @@ import numpy as np
 from kvrt.arrays import Array, Float, Int32, TokenIds
 from kvrt.cache import capture, checks, room
 from kvrt.cache.cell_cache import CellCache
+from kvrt.cache.runner import Runner
 from kvrt.cellcache import history
-from kvrt.cellcache.group import FoundSlots
 from kvrt.cellcache.host_cells import SlotPlan
 from kvrt.cells.edits import Copy, Remove, Shift
 from kvrt.cells.slots import pad
 from kvrt.config import GroupSpec
 from kvrt.errors import BadConfig, BadRange, BadSequence, CannotRewind, UsageError
 from kvrt.kv_types import CHANNEL_CODECS
-from kvrt.program.batch import Batch, bucket, padded
+from kvrt.program.batch import Batch, bucket
 from kvrt.program.layer_range import LayerRange, in_parts
 from kvrt.reuse.blend import BlendSpec, hidden_ratio, to_recompute
 from kvrt.reuse.diff import common_prefix
@@ -174,14 +174,14 @@ class _Blend:
     def __init__(self, cache: CellCache, seq_id: int, spec: BlendSpec, placing: _Placing):
         """Takes a cache with nothing pending."""
         self._cache, self._seq_id, self._spec = cache, seq_id, spec
-        self._layers = LayerRange(cache.device, spec.check_layer + 1)
+        self._layers, self._runner = LayerRange(cache.device, spec.check_layer + 1), Runner(cache)
         self._placing = placing
         # By position, the tokens and, by group, their cells: none of them moves meanwhile.
         self._ids, self._slots = np.zeros(0, np.int32), list[np.ndarray]()
 
     def run(self, sizes: Sequence[int], suffix: np.ndarray) -> Blended:
         """Checks all tokens, then finishes those that are chosen, and the suffix."""
-        n, host = sum(sizes), self._cache.host
+        n = sum(sizes)
         pos, pace = np.arange(n + len(suffix), dtype=np.int32), Pace()
         found = []
         for at in self._parts(pos[:n]):
@@ -192,9 +192,10 @@ class _Blend:
                     jax.block_until_ready(found[-1])  # sync: it is timed
         self._ids = np.concatenate([self._ids, suffix])
         for at in self._parts(pos[n:]):
-            plan = host.find(self._mine(at), {self._seq_id: int(at[0])})
+            mine = np.full(len(at), self._seq_id, np.int32)
+            plan = self._runner.place(mine, {self._seq_id: int(at[0])})
             self._check(at, plan)
-            host.append(plan, at, self._ids[at])
+            self._runner.commit(plan, self._ids[at], at)
             new = zip(self._slots, plan.found, strict=True)
             self._slots = [np.concatenate([held, more.slots]) for held, more in new]
         # sync: the host has to know which tokens the other layers compute.
@@ -240,19 +241,12 @@ class _Blend:
         return self._layers.finish(batch, pad(at, self._size(at), 0))
 
     def _batch(self, at: np.ndarray, plan: SlotPlan, wanted: list[int]) -> Batch:
-        size = self._size(at)
-        where = self._cache.host.places(plan, size)
-        return padded(self._ids[at], at, self._mine(at), wanted, where, size)
+        return self._runner.batch(plan, self._ids[at], at, wanted, self._size(at))
 
     def _held(self, at: np.ndarray) -> SlotPlan:
         """The cells that tokens at positions `at` have."""
-        both = zip(self._slots, self._cache.host.contents.groups, strict=True)
-        found = tuple(FoundSlots(slots=slots[at], group=group) for slots, group in both)
-        first = {self._seq_id: int(at[0])}
-        return SlotPlan(seq_ids=self._mine(at), first=first, found=found, states=None)
-
-    def _mine(self, at: np.ndarray) -> np.ndarray:
-        return np.full(len(at), self._seq_id, np.int32)
+        slots = [of[at] for of in self._slots]
+        return self._cache.host.held(self._seq_id, int(at[0]), slots)
 
     def _size(self, at: np.ndarray) -> int:
         return padded_size(len(at), self._cache.config.n_ubatch)

@@ -10,16 +10,17 @@ import numpy as np
 from kvrt.arrays import Array
 from kvrt.cache import checks
 from kvrt.cache.last_logits import ResumePoint
+from kvrt.cache.runner import Ran
 from kvrt.drafts.back_off import BackOff
 from kvrt.drafts.drafter import Speculation
-from kvrt.drafts.layer_skip import LayerSkip
 from kvrt.errors import BadConfig, BadToken
 from kvrt.program import sample
-from kvrt.program.decode_loop import LoopSpec, Sampled
+from kvrt.program.decode_loop import LoopSpec
 from kvrt.program.device import Device
 from kvrt.program.disk_hits import CompileProgress
 from kvrt.program.programs import Program
-from kvrt.program.rounds import layer_skip, verify
+from kvrt.program.rounds import layer_skip
+from kvrt.program.rounds.round import RoundSpec
 from kvrt.runtime.stepper import Drafting, Stepper
 from kvrt.whole_numbers import take_whole_numbers
 
@@ -158,20 +159,17 @@ def prepare(
 def _check(device: Device, spec: Speculation) -> None:
     """Refuses drafts that do not fit the model or the cache; raises BadConfig."""
     checks.drafts(spec, device.spec.config, device.layout.groups, device.n_vocab)
-    if isinstance(spec.drafter, LayerSkip):
-        layer_skip.check_exit(device.programs, spec.drafter.exit_layer)
+    if spec.exit_layer is not None:
+        layer_skip.check_exit(device.programs, spec.exit_layer)
 
 
 def _round_program(
     device: Device, spec: Speculation, asked: GenerationSpec, sampler: sample.Sampler
 ) -> Program:
     """The program of rounds of drafts."""
-    plan = device.empty_round(spec.n_draft + 1, asked.stop_ids)
-    args = device.programs, device.cache, plan, sampler
-    if not isinstance(spec.drafter, LayerSkip):
-        return verify.program(*args, asked.n_best)
-    how = layer_skip.ExitSpec(exit_layer=spec.drafter.exit_layer, n_best=asked.n_best)
-    return layer_skip.exit_program(*args, how)
+    step = device.empty_round(spec.n_draft + 1, asked.stop_ids, sampler)
+    how = RoundSpec(n_best=asked.n_best, exit_layer=spec.exit_layer)
+    return layer_skip.round_program(device.programs, device.cache, step, how)
 
 
 def _run(
@@ -202,11 +200,11 @@ def _run(
                 return
         at = newest, left, resume_point.n_sampled, back_off
         if found := _round(stepper, asked, at, sampler):
-            sampled, sampler, back_off = found
+            ran, back_off = found
         else:
             n = asked.stride if left is None else min(asked.stride, left)
-            sampled, sampler = stepper.run_loop(newest, asked.seq_id, asked._loop, n, sampler)
-        new = _read(sampled)
+            ran = stepper.run_loop(newest, asked.seq_id, asked._loop, n, sampler)
+        new, sampler = _tokens(ran), ran.sampler
 
 
 def _round(
@@ -214,7 +212,7 @@ def _round(
     asked: GenerationSpec,
     at: tuple[int, int | None, int, BackOff],
     sampler: sample.Sampler,
-) -> tuple[Sampled, sample.Sampler, BackOff] | None:
+) -> tuple[Ran, BackOff] | None:
     """What a round of drafts gives; None without drafts."""
     (newest, left, n_sampled, back_off), spec = at, asked.speculation
     if spec is None:
@@ -230,10 +228,6 @@ def _pairs(ids, values) -> tuple[tuple[int, float], ...]:
     )
 
 
-def _read(run: Sampled) -> list[Token]:
-    """The tokens of a run, from the device."""
-    n = int(run.n_steps)
-    ids, best_ids, best = (np.asarray(x)[:n, 0] for x in (run.tokens, run.best_ids, run.best))
-    return [
-        Token(id=int(t), best=_pairs(i, b)) for t, i, b in zip(ids, best_ids, best, strict=True)
-    ]
+def _tokens(ran: Ran) -> list[Token]:
+    rows = zip(ran.tokens.tolist(), ran.best_ids, ran.best, strict=True)
+    return [Token(id=token, best=_pairs(ids, best)) for token, ids, best in rows]

@@ -10,17 +10,15 @@ from kvrt.arrays import Array, Float, TokenIds
 from kvrt.cache import checks, room
 from kvrt.cache.cell_cache import CellCache
 from kvrt.cache.last_logits import ResumePoint
+from kvrt.cache.runner import Ran, Runner, following
 from kvrt.cellcache import history
-from kvrt.cellcache.host_cells import SlotPlan
 from kvrt.cells.edits import Remove
 from kvrt.drafts.back_off import BackOff, after_round
 from kvrt.drafts.drafter import DraftContext, Drafter, Speculation
 from kvrt.drafts.layer_skip import LayerSkip
 from kvrt.errors import BadLogits, BadRange, BadToken, CannotRewind
-from kvrt.program import decode_loop
-from kvrt.program.batch import Batch, bucket, padded, without_outputs
-from kvrt.program.decode_loop import LoopSpec, Sampled
-from kvrt.program.rounds import layer_skip, verify
+from kvrt.program.decode_loop import LoopSpec
+from kvrt.program.rounds.round import RoundSpec
 from kvrt.program.sample import Sampler
 
 # Called with tokens done and tokens in all after each step of an append. What it raises ends the
@@ -47,6 +45,7 @@ class Stepper:
         self.n_vocab, self.device = n_vocab, cache.device
         self.cache = self._cache = cache
         self._host, self._config = cache.host, cache.config
+        self.runner = Runner(cache)
 
     def append(
         self,
@@ -73,9 +72,10 @@ class Stepper:
                     room.make_room(cache, {seq_id: len(part)})
                 if cache.self_extend:
                     cache.extend(seq_id)
-                pos = _following(self._host.pos_max(seq_id) + 1, len(part))
+                pos = following(self._host.pos_max(seq_id) + 1, len(part))
                 here = [i - n_done for i in wanted if n_done <= i < n_done + len(part)]
-                logits.append(self._step(part, pos, np.full(len(part), seq_id, np.int32), here))
+                mine = np.full(len(part), seq_id, np.int32)
+                logits.append(self.runner.step(part, pos, mine, here))
                 n_done += len(part)
                 if kept and (kept.is_due(self._host.pos_max(seq_id) + 1) or n_done == n > 1):
                     cache.add_checkpoint(seq_id)
@@ -133,9 +133,9 @@ class Stepper:
         try:
             for start in range(0, len(ids), step):
                 part = ids[start : start + step]
-                pos = _following(first + start, len(part))
+                pos = following(first + start, len(part))
                 mine = np.full(len(part), seq_id, np.int32)
-                logits = self._step(part, pos, mine, [len(part) - 1])
+                logits = self.runner.step(part, pos, mine, [len(part) - 1])
                 host.history = history.filled(host.history, seq_id, first + start, len(part))
                 n_done = start + len(part)
                 if int(pos[-1]) == host.pos_max(seq_id):
@@ -157,7 +157,7 @@ class Stepper:
             for s in seqs:
                 cache.extend(s)
         pos = np.array([host.pos_max(s) + 1 for s in seqs], np.int32)
-        logits = self._step(ids, pos, np.array(seqs, np.int32), list(range(n)))
+        logits = self.runner.step(ids, pos, np.array(seqs, np.int32), list(range(n)))
         for i, s in enumerate(seqs):
             cache.logits.put(s, int(pos[i]), logits[i : i + 1])
         return {s: logits[i] for i, s in enumerate(seqs)}
@@ -168,9 +168,7 @@ class Stepper:
         ids = checks.token_ids(tokens, self.n_vocab)
         checks.step_size(len(ids), self._config.n_ubatch)
         first = self._host.pos_max(seq_id) + 1
-        self._cache.flush()
-        plan = self._host.probe(np.full(len(ids), seq_id, np.int32), {seq_id: first})
-        return self._probed(plan, ids, _following(first, len(ids)), list(range(len(ids))))
+        return self.runner.probe(ids, seq_id, first)
 
     def last_logits(self, seq_id: int) -> Float[Array, "1 V"]:
         """See `Runtime.last_logits`."""
@@ -218,11 +216,9 @@ class Stepper:
                 f"sequence {seq_id} has no logits to sample from: {len(ids)} of its tokens stand "
                 f"at its end, position {pos}; append one more token"
             )
-        seqs = np.array([seq_id], np.int32)
         try:
             with self._cache.without(seq_id, pos):
-                plan = self._host.probe(seqs, {seq_id: pos})
-                return self._probed(plan, ids, np.array([pos], np.int32), [0])
+                return self.runner.probe(ids, seq_id, pos)
         except CannotRewind as error:
             raise CannotRewind(
                 f"sequence {seq_id} has no logits to sample from, and its newest token cannot be "
@@ -241,64 +237,41 @@ class Stepper:
 
     def run_loop(
         self, token: int, seq_id: int, loop: LoopSpec, n_steps: int, sampler: Sampler
-    ) -> tuple[Sampled, Sampler]:
+    ) -> Ran:
         """Feeds a token and samples up to n_steps, in one compiled run of loop.stride steps.
 
         The run is cut where the cache is full or the context has to shift.
         """
-        host, cache = self._host, self._cache
         n = self._n_ahead(seq_id, n_steps)
-        slots, first = self._slots_ahead(seq_id, n)
-        where = host.places(slots, loop.stride, ahead=n > 1)
-        plan = decode_loop.plan_run((token, first), seq_id, where, loop.stop_ids, n)
-        cache.logits.forget(seq_id)
-        sampled, sampler = self.device.decode(plan, sampler, loop.n_best)
-        done = int(sampled.n_steps)  # sync: how far the run came
-        fed = np.array([token, *np.asarray(sampled.tokens)[: done - 1, 0]], np.int32)
-        host.append(slots, _following(first, done), fed)
-        if self._config.select:
-            cache.note_reads(seq_id, first)
-        return sampled, sampler
+        return self.runner.loop(token, seq_id, loop, n, sampler)
 
     def run_round(
         self, token: int, seq_id: int, loop: LoopSpec, asked: Drafting, sampler: Sampler
-    ) -> tuple[Sampled, Sampler, BackOff] | None:
+    ) -> tuple[Ran, BackOff] | None:
         """Feeds a token and its drafts in one step; None, and nothing is done, without drafts.
 
         Drafts are cut where the cache is full or the context has to shift.
         """
-        host, cache = self._host, self._cache
+        spec, counts, ids = asked.spec, self.cache.counts, [token]
         if asked.n_sampled < asked.back_off.n_resume:
             return None
-        n = self._n_ahead(seq_id, min(asked.n_left, asked.spec.n_draft + 1))
-        drafter, size, ids = asked.spec.drafter, asked.spec.n_draft + 1, [token]
-        if isinstance(drafter, LayerSkip):
+        n = self._n_ahead(seq_id, min(asked.n_left, spec.n_draft + 1))
+        if isinstance(spec.drafter, LayerSkip):
             # The device drafts, after slots are found: any tokens hold the drafts' places.
             ids = [token] * n
         elif n > 1:
-            ids += self._drafts(drafter, token, seq_id, asked, n - 1)
+            ids += self._drafts(spec.drafter, token, seq_id, asked, n - 1)
         if len(ids) == 1:
             return None
-        slots, first = self._slots_ahead(seq_id, len(ids))
-        where = host.places(slots, size, ahead=isinstance(drafter, LayerSkip))
-        plan = verify.plan_round(ids, (seq_id, first), where, size, loop.stop_ids)
-        cache.logits.forget(seq_id)
-        n_fed = len(ids)
-        if isinstance(drafter, LayerSkip):
-            how = layer_skip.ExitSpec(exit_layer=drafter.exit_layer, n_best=loop.n_best)
-            sampled, n_fed, sampler = layer_skip.run_on(self.device, plan, sampler, how)
-        else:
-            sampled, sampler = self.device.verify(plan, sampler, loop.n_best)
-        done = int(sampled.n_steps)  # sync: how many drafts stay
-        # Drafts that stay are the tokens that were sampled.
-        fed = np.array([token, *np.asarray(sampled.tokens)[: done - 1, 0]], np.int32)
-        host.append(slots, _following(first, done), fed)
-        cache.counts.n_rounds += 1
-        n_drafted = int(n_fed) - 1
-        cache.counts.n_drafted += n_drafted
-        cache.counts.n_accepted += done - 1
-        n_sampled = asked.n_sampled + done
-        return sampled, sampler, after_round(asked.back_off, n_sampled, n_drafted, done - 1)
+        how = RoundSpec(n_best=loop.n_best, exit_layer=spec.exit_layer)
+        size = spec.n_draft + 1
+        ran, n_drafted = self.runner.round(ids, seq_id, size, loop.stop_ids, how, sampler)
+        n_sampled = len(ran.tokens)
+        counts.n_rounds += 1
+        counts.n_drafted += n_drafted
+        counts.n_accepted += n_sampled - 1
+        n_all = asked.n_sampled + n_sampled
+        return ran, after_round(asked.back_off, n_all, n_drafted, n_sampled - 1)
 
     def _drafts(
         self, drafter: Drafter, token: int, seq_id: int, asked: Drafting, n: int
@@ -324,63 +297,6 @@ class Stepper:
             n = min(n, self._config.n_ubatch)
         checks.last_pos(host.pos_max(seq_id) + 1 + n)
         return n
-
-    def _slots_ahead(self, seq_id: int, n: int) -> tuple[SlotPlan, int]:
-        """Slots of n tokens at the end of a sequence, and where they begin."""
-        first = self._host.pos_max(seq_id) + 1
-        mine = np.full(n, seq_id, np.int32)
-        if self._host.blocks is not None:
-            self._cache.copy_on_write(mine, {seq_id: first})
-        self._cache.flush()
-        return self._host.find(mine, {seq_id: first}), first
-
-    def _step(
-        self, tokens: np.ndarray, pos: np.ndarray, seq_ids: np.ndarray, wanted: list[int]
-    ) -> Array:
-        """Runs one step of tokens that stay; the logits of those `wanted`."""
-        first = {int(s): int(p) for s, p in zip(seq_ids[::-1], pos[::-1], strict=True)}
-        if self._host.blocks is not None:
-            self._cache.copy_on_write(seq_ids, first)
-        self._cache.flush()
-        plan = self._host.find(seq_ids, first)
-        for s in first:
-            self._cache.logits.forget(s)
-        logits = self._forward(plan, tokens, pos, wanted)
-        self._host.append(plan, pos, tokens)
-        if self._config.select and len(tokens) == 1:
-            self._cache.note_reads(int(seq_ids[0]), int(pos[0]))
-        return logits
-
-    def _probed(
-        self, plan: SlotPlan, tokens: np.ndarray, pos: np.ndarray, wanted: list[int]
-    ) -> Array:
-        """As `_forward`, of tokens that leave no trace in states either."""
-        if plan.states is None:
-            return self._forward(plan, tokens, pos, wanted)
-        index = int(plan.states.dst[0])
-        held = self.device.take_state(index)
-        try:
-            return self._forward(plan, tokens, pos, wanted)
-        finally:
-            self.device.put_state(index, held)
-
-    def _forward(
-        self, plan: SlotPlan, tokens: np.ndarray, pos: np.ndarray, wanted: list[int]
-    ) -> Array:
-        """Runs a step whose slots are found; the logits of the tokens `wanted`."""
-        size = bucket(len(tokens), self._config.n_ubatch)
-        batch = padded(tokens, pos, plan.seq_ids, wanted, self._host.places(plan, size), size)
-        logits = self.device.forward(batch if wanted else self._unwanted(batch))
-        return logits if len(logits) == len(wanted) else logits[: len(wanted)]
-
-    def _unwanted(self, batch: Batch) -> Batch:
-        """The batch of a step whose logits nobody wants."""
-        return without_outputs(batch) if self.device.skips_unwanted else batch
-
-
-def _following(first: int, n: int) -> np.ndarray:
-    """Positions of n tokens from `first` on."""
-    return np.arange(first, first + n, dtype=np.int32)
 
 
 def _note(error: BaseException, n_done: int, n: int, where: str) -> None:

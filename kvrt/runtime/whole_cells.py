@@ -15,13 +15,12 @@ from kvrt.attention.scored.tapped import TappedAttend, cell_sums
 from kvrt.attention.step_attention import StepAttention
 from kvrt.attention.types import AttendArgs
 from kvrt.cache.cell_cache import CellCache
+from kvrt.cache.runner import Runner
 from kvrt.cellcache import history
-from kvrt.cellcache.group import FoundSlots
-from kvrt.cellcache.host_cells import SlotPlan
 from kvrt.cells.edits import Remove
 from kvrt.errors import BadConfig, BadRange, CannotRewind, UsageError
 from kvrt.kv_types import CHANNEL_CODECS
-from kvrt.program.batch import Batch, bucket, padded
+from kvrt.program.batch import Batch, bucket
 from kvrt.program.layer_range import in_place
 from kvrt.program.programs import ModelKind, Program
 from kvrt.program.step import Cache
@@ -113,15 +112,9 @@ def _scores(
     cache.flush()
     (pos, ids), host = held, cache.host
     slots = [x.by_position(seq_id) for x in host.groups]
-    both = zip(slots, host.contents.groups, strict=True)
-    mine, size = np.full(len(at), seq_id, np.int32), bucket(len(at), cache.config.n_ubatch)
-    plan = SlotPlan(
-        seq_ids=mine,
-        first={seq_id: int(pos[at[0]])},
-        found=tuple(FoundSlots(slots=of[at], group=group) for of, group in both),
-        states=None,
-    )
-    batch = padded(ids[at], pos[at], mine, [], host.places(plan, size), size)
+    plan = host.held(seq_id, int(pos[at[0]]), [of[at] for of in slots])
+    size = bucket(len(at), cache.config.n_ubatch)
+    batch = Runner(cache).batch(plan, ids[at], pos[at], [], size)
     programs = cache.device.programs
     # sync: the host chooses.
     args = programs.params, cache.device.cache, batch

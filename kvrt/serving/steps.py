@@ -302,15 +302,7 @@ class EngineSteps:
         arrays = drafts.arrays(step, plan, self._placed(step), sampler)
         if self._agreement:
             self._agreement.check(arrays)
-        sampled, logits, n_drafted = drafts.run(plan, arrays, sampler)
-        return LaunchedRounds(
-            plan=plan,
-            step=step,
-            states=states,
-            sampled=sampled,
-            logits=logits,
-            n_drafted=n_drafted,
-        )
+        return LaunchedRounds(plan=plan, step=step, states=states, sampled=drafts.run(arrays))
 
     # --- what was sampled ----------------------------------------------------------------------
 
@@ -347,9 +339,10 @@ class EngineSteps:
         self._space.learn(step)
         self.metrics.ran(plan, sum(kept.values()))
         self.metrics.drafted(plan, sum(map(len, before.values())))
-        self._sampled, self._logits, self._rows = last.states, last.logits, last.rows(found)
+        logits = last.sampled.logits
+        self._sampled, self._logits, self._rows = last.states, logits, last.rows(found)
         sampled = ((s, found[s][-1]) for s in last.states)
-        return self._take(sampled, last.logits, before)
+        return self._take(sampled, logits, before)
 
     def _take(
         self,

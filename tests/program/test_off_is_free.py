@@ -5,7 +5,7 @@ import pytest
 from kvrt import CacheConfig, Engine, PromptLookup, Runtime, Speculation
 from kvrt.attention.step_attention import StepAttention
 from kvrt.program.programs import Programs
-from kvrt.program.rounds import verify, verify_many
+from kvrt.program.rounds import round as rounds
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.request import Request
 from tests.toys import ToyLm
@@ -65,8 +65,8 @@ def test_a_plain_model_has_the_programs_that_it_had_without_these_features(
     assert key[0] in ("forward", "serve") and len(text) > 1000
     for unused in UNUSED:
         monkeypatch.delattr(StepAttention, unused)
-    for module, function in ((verify, "verify"), (verify_many, "verify_many")):
-        monkeypatch.delattr(module, function)
+    for function in ("verify", "accept"):
+        monkeypatch.delattr(rounds, function)
     assert PROGRAMS[name]() == (key, text)
 
 

@@ -308,7 +308,7 @@ def test_few_programs_serve_all_rounds():
     drafted, _, _ = pair("full", "paged", drafter=Always([1, 2]))
     rng = np.random.default_rng(0)
     served(drafted, [ask(i, x, 30) for i, x in enumerate(drawn(rng, 9))])
-    keys = [k for k in drafted.programs.compiled() if k.name == "verify_rounds"]
+    keys = [k for k in drafted.programs.compiled() if k.name == "verify_round"]
     # One size of rounds each: 1, 2 or 4 sequences with drafts.
     assert 1 <= len(keys) <= 3
 

@@ -1,10 +1,10 @@
-"""One round of drafts by the first layers of a model, which the others then verify.
+"""Rounds whose drafts the first layers of the model make, and the others verify.
 
-    layers [0, E)   token 0, draft 1, draft 2, ...   one after the other, each cached as it comes
-    layers [E, L)   all of them at once, from the residual stream that was kept of each
+    layers [0, E)   the newest token of every sequence, then its drafts, one of each at a time
+    layers [E, L)   all tokens of the step at once, from the residual stream that was kept of each
 
-So every layer runs once a token. The cells of drafts that are refused are empty afterwards: the
-slots of a round were empty before it, or those of tokens that no later one sees.
+So every layer runs once a token. The cells of refused drafts are empty afterwards: the slots of a
+round were empty before it, or those of tokens that no later one sees.
 
 Source: arXiv:2404.16710 (LayerSkip), sec. 4.3.
 """
@@ -19,37 +19,39 @@ from jax import lax
 from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
 from kvrt.attention.contract import LayeredDecoder
 from kvrt.attention.step_attention import StepAttention
+from kvrt.cells import vacate
 from kvrt.config import GroupSpec
 from kvrt.errors import BadConfig
 from kvrt.program import sample
 from kvrt.program import step as steps
 from kvrt.program.batch import Batch
-from kvrt.program.decode_loop import Sampled
-from kvrt.program.device import Device
 from kvrt.program.layer_range import in_parts, in_place
 from kvrt.program.programs import ModelKind, Program, Programs
-from kvrt.program.rounds.verify import Round, accept
+from kvrt.program.rounds.round import (
+    NO_DRAFT,
+    RoundSpec,
+    RoundStep,
+    Verified,
+    accept,
+    of_rounds,
+    recent_alone,
+    verify,
+)
+from kvrt.program.sample import Sampler
 from kvrt.program.step import Cache, StepSpec
-
-
-@dataclasses.dataclass(frozen=True)
-class ExitSpec:
-    """What a round is compiled for, beside the cache: layers that draft, log-probabilities."""
-
-    exit_layer: int
-    n_best: int
 
 
 @state
 class _Drafting:
-    """`n_fed` tokens have gone through the first layers, whose stream is kept of each."""
+    """Token i of each round that goes on is next; the stream that was kept of the step's tokens."""
 
-    n_fed: Int32[Array, ""]
-    ended: Bool[Array, ""]
+    i: Int32[Array, ""]
+    going: Bool[Array, " D"]
     tokens: Int32[Array, " T"]
+    drafts: Int32[Array, "D K"]
     stream: Float[Array, "T E"]
     cache: Cache
-    sampler: sample.Sampler
+    sampler: Sampler
 
 
 def check_exit(programs: Programs, exit_layer: int) -> None:
@@ -90,88 +92,88 @@ def _across(group: GroupSpec, exit_layer: int) -> list[tuple[int, int]]:
 def draft_and_verify(
     model: LayeredDecoder,
     cache: Cache,
-    plan: Round,
-    sampler: sample.Sampler,
-    spec: StepSpec,
-    how: ExitSpec,
-) -> tuple[tuple[Sampled, Int32[Array, ""]], Cache, sample.Sampler]:
-    """Runs a round on the device.
+    step: RoundStep,
+    where: tuple[StepSpec, int],
+    n_best: int,
+) -> tuple[Verified, Cache]:
+    """Runs a step whose drafts the first layers make.
 
     Args:
       model: it can be run in parts.
       cache: donated by jitted callers.
-      plan: the first token, and slots for it and for plan.n_steps - 1 drafts; the blocks that it
-        reads have those slots.
-      sampler: its state before the first token is sampled.
-      spec: as for `forward`.
-      how: which layers draft.
+      step: as for `verify`, with slots for all drafts that are wanted; the blocks that rounds read
+        have those slots.
+      where: the spec as for `forward`, and how many layers draft.
+      n_best: log-probabilities an output, static.
 
     Returns:
-      What was sampled, [T, 1], and how many tokens were fed, drafts among them; the cache with the
-      first Sampled.n_steps tokens; and the sampler.
+      What was sampled, and the cache with the step's tokens, but for drafts that do not stay.
     """
-    drafted = _draft(model, cache, plan, sampler, (spec, how.exit_layer))
-    real = jnp.arange(len(drafted.tokens), dtype=jnp.int32) < drafted.n_fed
-    batch = dataclasses.replace(
-        plan.batch,
-        tokens=drafted.tokens,
-        pos=jnp.where(real, plan.batch.pos, -1),
-        seq_ids=jnp.where(real, plan.batch.seq_ids, -1),
-    )
-    fed = dataclasses.replace(plan, batch=batch, n_steps=drafted.n_fed)
-    sampled, cache, last = _verify(model, drafted, fed, sampler, spec, how)
-    return (sampled, drafted.n_fed), cache, last
+    step, cache = _with_fresh_blocks(step, cache, where[0])
+    drafted = _draft(model, cache, step, where)
+    return _verify(model, drafted, step, where, n_best)
+
+
+def _with_fresh_blocks(step: RoundStep, cache: Cache, spec: StepSpec) -> tuple[RoundStep, Cache]:
+    """Blocks that the step begins are emptied once, before its first layers write there."""
+    layout, cells, places = spec.layout, list(cache.cells), []
+    for i, of_group in zip(layout.store_of, step.batch.places, strict=True):
+        if of_group.fresh is not None:
+            cells[i] = vacate(cells[i], of_group.fresh, layout.stores[i].extent.block_size)
+        places.append(dataclasses.replace(of_group, fresh=None))
+    batch = dataclasses.replace(step.batch, places=tuple(places))
+    after = dataclasses.replace(cache, cells=tuple(cells))
+    return dataclasses.replace(step, batch=batch), after
 
 
 def _draft(
-    model: LayeredDecoder,
-    cache: Cache,
-    plan: Round,
-    sampler: sample.Sampler,
-    where: tuple[StepSpec, int],
+    model: LayeredDecoder, cache: Cache, step: RoundStep, where: tuple[StepSpec, int]
 ) -> _Drafting:
-    """Drafts token after token by the first layers, and runs those over the last draft too."""
-    (spec, n_layers), batch = where, plan.batch
-    tokens = jnp.asarray(batch.tokens)
+    """Single tokens go through the first layers, then rounds, a token of each at a time."""
+    batch, rounds = step.batch, step.rounds
+    (n_rounds, n_drafts), n_tokens = rounds.drafts.shape, batch.tokens.shape[0]
+    at, tokens = jnp.asarray(rounds.at), jnp.asarray(batch.tokens)
     x = jax.eval_shape(model.embed, tokens)
+    stream = jnp.zeros(x.shape, x.dtype)
+    if n_single := n_tokens - at.size:
+        x, cache = _first_layers(model, cache, _single_tokens(batch, n_single), where)
+        stream = stream.at[:n_single].set(x)
     first = _Drafting(
-        n_fed=jnp.int32(0),
-        ended=jnp.asarray(False),
+        i=jnp.int32(0),
+        going=jnp.asarray(rounds.seq) < step.sampler.seed.shape[0],
         tokens=tokens,
-        stream=jnp.zeros(x.shape, x.dtype),
+        drafts=jnp.full((n_rounds, n_drafts), NO_DRAFT, jnp.int32),
+        stream=stream,
         cache=cache,
-        sampler=jax.tree.map(jnp.asarray, sampler),
+        sampler=of_rounds(rounds, step.sampler),
     )
-
-    def more(c: _Drafting) -> Array:
-        return (c.n_fed < plan.n_steps) & ~c.ended
+    wanted = jnp.pad(jnp.asarray(rounds.drafts) != NO_DRAFT, ((0, 0), (0, 1)))
 
     def one(c: _Drafting) -> _Drafting:
-        i = c.n_fed
-
-        def run(token: Array, attend: StepAttention) -> tuple[Array, Array]:
-            x = model.layers(model.embed(token), attend, 0, n_layers)
-            return x.astype(jnp.float32), x
-
-        (_, x), cache = steps.step(run, c.cache, _single(batch, c.tokens, i), spec)
-        stream = lax.dynamic_update_slice_in_dim(c.stream, x, i, 0)
-        token, sampler = sampled_behind(model, x, c.sampler, i + 1 < plan.n_steps)
-        stops = jnp.any(token == jnp.asarray(plan.stop_ids)) | (token[0] == sample.NO_TOKEN)
+        here = jnp.where(c.going, at[:, c.i], n_tokens)
+        x, cache = _first_layers(model, c.cache, _at(batch, c.tokens, here), where)
+        going = c.going & wanted[:, c.i]
+        alone = recent_alone(c.sampler, rounds.last_n)
+        token, sampler = _sampled(model, x, alone, jnp.any(going))
+        ends = jnp.any(token[:, None] == jnp.asarray(rounds.stop_ids), axis=1)
+        going &= ~ends & (token != sample.NO_TOKEN)
+        there = jnp.where(going, at[:, jnp.minimum(c.i + 1, n_drafts)], n_tokens)
         return _Drafting(
-            n_fed=i + 1,
-            ended=stops,
-            tokens=c.tokens.at[i + 1].set(token[0], mode="drop"),
-            stream=stream,
+            i=c.i + 1,
+            going=going,
+            tokens=c.tokens.at[there].set(token, mode="drop"),
+            drafts=c.drafts.at[:, c.i].set(jnp.where(going, token, NO_DRAFT), mode="drop"),
+            stream=c.stream.at[here].set(x, mode="drop"),
             cache=cache,
             sampler=sampler,
         )
 
-    return lax.while_loop(more, one, first)
+    return lax.while_loop(lambda c: jnp.any(c.going), one, first)
 
 
-def sampled_behind(
-    model: LayeredDecoder, x: Float[Array, "S E"], sampler: sample.Sampler, wanted: Array
-) -> tuple[Int32[Array, " S"], sample.Sampler]:
+def _sampled(
+    model: LayeredDecoder, x: Float[Array, "D E"], sampler: Sampler, wanted: Array
+) -> tuple[Int32[Array, " D"], Sampler]:
     """The tokens that are sampled behind the exit; none where none is wanted."""
     nothing = jnp.full(x.shape[0], sample.NO_TOKEN, jnp.int32), sampler
     return lax.cond(
@@ -181,72 +183,103 @@ def sampled_behind(
     )
 
 
+def _first_layers(
+    model: LayeredDecoder, cache: Cache, batch: Batch, where: tuple[StepSpec, int]
+) -> tuple[Float[Array, "T E"], Cache]:
+    """The residual stream of tokens behind the first layers, where they are cached."""
+    spec, exit_layer = where
+
+    def run(tokens: Array, attend: StepAttention) -> tuple[Array, Array]:
+        x = model.layers(model.embed(tokens), attend, 0, exit_layer)
+        attend.keep(jnp.asarray(batch.pos) >= 0)
+        return x.astype(jnp.float32), x
+
+    (_, x), cache = steps.step(run, cache, batch, spec)
+    return x, cache
+
+
 def _verify(
     model: LayeredDecoder,
     drafted: _Drafting,
-    fed: Round,
-    sampler: sample.Sampler,
-    spec: StepSpec,
-    how: ExitSpec,
-) -> tuple[Sampled, Cache, sample.Sampler]:
-    """The other layers over all tokens that were fed; those that stay are cached."""
-    n_layers = spec.layout.n_layers
+    step: RoundStep,
+    where: tuple[StepSpec, int],
+    n_best: int,
+) -> tuple[Verified, Cache]:
+    """The other layers over all tokens of the step; those that stay are cached."""
+    (spec, exit_layer), n_layers = where, where[0].layout.n_layers
+    # Of drafts that were wanted and not made there is nothing.
+    real = jnp.ones(drafted.tokens.shape, bool)
+    at = jnp.asarray(step.rounds.at)[:, 1:]
+    real = real.at[at].set(drafted.drafts != NO_DRAFT, mode="drop")
+    batch = dataclasses.replace(
+        step.batch,
+        tokens=drafted.tokens,
+        pos=jnp.where(real, jnp.asarray(step.batch.pos), -1),
+        seq_ids=jnp.where(real, jnp.asarray(step.batch.seq_ids), -1),
+    )
+    rounds = dataclasses.replace(step.rounds, drafts=drafted.drafts)
+    made = dataclasses.replace(step, batch=batch, rounds=rounds)
 
-    def run(_: Array, attend: StepAttention) -> tuple[Array, Sampled, sample.Sampler]:
+    def run(_: Array, attend: StepAttention) -> tuple[Array, Verified]:
         attend.one_by_one()
-        x = model.layers(drafted.stream, attend, how.exit_layer, n_layers)
-        logits = model.head(x).astype(jnp.float32)
-        sampled, after = accept(logits, fed, sampler, how.n_best)
-        attend.keep(jnp.arange(logits.shape[0], dtype=jnp.int32) < sampled.n_steps)
-        return logits, sampled, after
+        x = model.layers(drafted.stream, attend, exit_layer, n_layers)
+        logits = model.head(x[jnp.asarray(batch.out_ids)]).astype(jnp.float32)
+        return logits, accept(logits, made, attend, n_best)
 
     # Layers behind the exit have cached nothing of these tokens.
-    (_, sampled, last), cache = in_place(run, drafted.cache, fed.batch, spec)
-    return sampled, cache, last
+    (_, verified), cache = in_place(run, drafted.cache, batch, spec)
+    return verified, cache
 
 
-def _single(batch: Batch, tokens: Array, i: Array) -> Batch:
-    """Token i of a batch alone."""
-
-    def at(x: AnyArray) -> Array:
-        return lax.dynamic_slice_in_dim(jnp.asarray(x), i, 1)
-
+def _single_tokens(batch: Batch, n: int) -> Batch:
+    """The n tokens that a batch begins with, each the only one of its sequence."""
+    places = (dataclasses.replace(p, slots=jnp.asarray(p.slots)[:n]) for p in batch.places)
     return Batch(
-        tokens=at(tokens),
-        pos=at(batch.pos),
-        seq_ids=at(batch.seq_ids),
-        places=tuple(dataclasses.replace(p, slots=at(p.slots)) for p in batch.places),
-        out_ids=jnp.zeros(1, jnp.int32),
+        tokens=jnp.asarray(batch.tokens)[:n],
+        pos=jnp.asarray(batch.pos)[:n],
+        seq_ids=jnp.asarray(batch.seq_ids)[:n],
+        places=tuple(places),
+        out_ids=batch.out_ids,
+    )
+
+
+def _at(batch: Batch, tokens: Array, at: Int32[Array, " D"]) -> Batch:
+    """Some tokens of rounds; padding where there is none."""
+
+    def of(x: AnyArray, fill: int) -> Array:
+        return jnp.asarray(x).at[at].get(mode="fill", fill_value=fill)
+
+    places = (dataclasses.replace(p, slots=of(p.slots, 0), seq_blocks=None) for p in batch.places)
+    return Batch(
+        tokens=of(tokens, 0),
+        pos=of(batch.pos, -1),
+        seq_ids=of(batch.seq_ids, -1),
+        places=tuple(places),
+        out_ids=batch.out_ids,
     )
 
 
 # --- programs ----------------------------------------------------------------------------------
 
 
-def run_on(
-    device: Device, plan: Round, sampler: sample.Sampler, how: ExitSpec
-) -> tuple[Sampled, Int32[Array, ""], sample.Sampler]:
-    """Runs a round on a device's cache; what was sampled, how many were fed, and the sampler."""
-    found = device.programs.run(exit_program(device.programs, device.cache, plan, sampler, how))
-    (sampled, n_fed), device.cache, sampler = found
-    return sampled, n_fed, sampler
+def round_program(programs: Programs, cache: Cache, step: RoundStep, how: RoundSpec) -> Program:
+    """The program of a step with rounds, whose drafts are given or made by the first layers."""
+    run = verify_round if how.exit_layer is None else layer_skip
+    args = programs.params, cache, step
+    return Program(run, (programs.kind, how), args, donate=(1,), n_known=2)
 
 
-def exit_program(
-    programs: Programs, cache: Cache, plan: Round, sampler: sample.Sampler, how: ExitSpec
-) -> Program:
-    """The program of a round."""
-    args = programs.params, cache, plan, sampler
-    return Program(layer_skip, (programs.kind, how), args, donate=(1,), n_known=2)
+def verify_round(
+    kind: ModelKind, how: RoundSpec, params: tuple, cache: Cache, step: RoundStep
+) -> tuple[Verified, Cache]:
+    """`verify` as a program."""
+    return verify(kind.model(params), cache, step, kind.spec, how.n_best)
 
 
 def layer_skip(
-    kind: ModelKind,
-    how: ExitSpec,
-    params: tuple,
-    cache: Cache,
-    plan: Round,
-    sampler: sample.Sampler,
-) -> tuple[tuple[Sampled, Int32[Array, ""]], Cache, sample.Sampler]:
+    kind: ModelKind, how: RoundSpec, params: tuple, cache: Cache, step: RoundStep
+) -> tuple[Verified, Cache]:
     """`draft_and_verify` as a program."""
-    return draft_and_verify(in_parts(kind.model(params)), cache, plan, sampler, kind.spec, how)
+    assert how.exit_layer is not None, "some layers draft"
+    where = kind.spec, how.exit_layer
+    return draft_and_verify(in_parts(kind.model(params)), cache, step, where, how.n_best)

@@ -6,6 +6,7 @@ import numpy as np
 
 from kvrt.arrays import Bool
 from kvrt.cache.cell_cache import CellCache
+from kvrt.cache.runner import Runner
 from kvrt.cellcache import contents
 from kvrt.cellcache import group as groups
 from kvrt.cellcache.host_cells import SlotPlan
@@ -17,7 +18,7 @@ from kvrt.serving.cache.base import SessionFiller
 from kvrt.serving.cache.cell_counts import findable, ids_of, n_each, n_findable, n_taken, pool_use
 from kvrt.serving.cache.cell_sessions import CellSessions
 from kvrt.serving.cache.checkpoints.in_cells import CellCheckpoints
-from kvrt.serving.cache.engine_cells import EngineGroup, kept_plan
+from kvrt.serving.cache.engine_cells import EngineGroup
 from kvrt.serving.cache.pending import Pending
 from kvrt.serving.cache.prefixes import CellPrefixes
 from kvrt.serving.metrics import CheckpointUse, PoolUse
@@ -61,7 +62,7 @@ class CellSpace:
         self._n_promised = 0
         # Numbers that nobody else gets: of samples to be forked, of pins of windows or states.
         self._n_ahead = 0
-        self._pending = Pending(cache)
+        self._pending, self._runner = Pending(cache), Runner(cache)
         self._planned: SlotPlan | None = None
         prefixes = CellPrefixes(cache.host, self.n_seq_max) if prefix_cache else None
         self._prefixes, self._sessions = prefixes, prefixes and CellSessions(cache, prefixes)
@@ -315,9 +316,7 @@ class CellSpace:
         """See `Space`."""
         self._pending.run()
         self._free_homes(step.seq_ids)
-        self._cache.upload()
-        self._cache.shift_keys()
-        self._planned = planned = self._host.find(step.seq_ids, step.first)
+        self._planned = planned = self._runner.place(step.seq_ids, step.first)
         both = zip(self._groups, planned.found, strict=True)
         places = tuple(group.step_places(step, found.slots) for group, found in both)
         if planned.states is None:
@@ -329,8 +328,7 @@ class CellSpace:
     def commit(self, step: StepBatch, stays: Bool[np.ndarray, " n"] | None = None) -> None:
         """See `Space`."""
         assert self._planned is not None, "place comes first"
-        planned = kept_plan(self._host.states, self._planned, stays)
-        self._host.append(planned, step.pos, step.tokens)
+        self._runner.commit(self._planned, step.tokens, step.pos, stays)
         self._n_promised -= len(step.pos)
 
     def learn(self, step: StepBatch) -> None:

@@ -10,14 +10,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from kvrt.arrays import Bool, Int32
+from kvrt.arrays import Int32
 from kvrt.cellcache import group as groups
 from kvrt.cellcache.contents import CacheContents
 from kvrt.cellcache.group import CellGroup, FoundSlots
 from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.host_cells import HostCells, SlotPlan
 from kvrt.cellcache.indexed_group import IndexedGroup
-from kvrt.cellcache.recurrent import RecurrentStates, plan_states
 from kvrt.cells import blocks_of
 from kvrt.cells.cells import mask_words
 from kvrt.cells.homes import Ends, n_blocks_wanted, no_homes, plan_home_slots
@@ -172,7 +171,12 @@ class EngineGroup(IndexedGroup):
 
 
 class EngineCells(HostCells):
-    """The cells of all groups, without a token history: samples and `CellPrefixes` have tokens."""
+    """The cells of all groups, without a token history: samples and `CellPrefixes` have tokens.
+
+    They are not packed: others read them while some write.
+    """
+
+    packs = False
 
     def _opened(self, spec: GroupSpec, config: CacheConfig) -> EngineGroup:
         return EngineGroup(spec, config, self._n_owners, self.n_pinned)
@@ -182,26 +186,8 @@ class EngineCells(HostCells):
         super().commit(dataclasses.replace(new, history=TokenHistory()))
 
     def append(self, plan: SlotPlan, pos: np.ndarray, ids: np.ndarray) -> None:
-        """See `HostCells`; all tokens of a plan."""
+        """See `HostCells`."""
         for indexed, found in zip(self.groups, plan.found, strict=True):
             indexed.append(found, pos, plan.seq_ids)
         if plan.states is not None:
             self.states = plan.states.after
-
-
-def kept_plan(
-    states: RecurrentStates | None, plan: SlotPlan, stays: Bool[np.ndarray, " n"] | None
-) -> SlotPlan:
-    """The plan of tokens that stay, of each sequence the first ones; None is all.
-
-    Each sequence writes to one index of a state, whether one of its tokens stays or more.
-    """
-    if stays is None:
-        return plan
-    seq_ids = plan.seq_ids[stays]
-    return SlotPlan(
-        seq_ids=seq_ids,
-        first=plan.first,
-        found=tuple(dataclasses.replace(f, slots=f.slots[stays]) for f in plan.found),
-        states=plan_states(states, seq_ids, plan.first) if states else None,
-    )

@@ -11,18 +11,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from kvrt.arrays import Array
 from kvrt.cache import checks
 from kvrt.cells.slots import Places, pad
 from kvrt.drafts.back_off import BackOff, after_round
 from kvrt.drafts.drafter import DraftContext, Speculation
 from kvrt.drafts.layer_skip import LayerSkip
 from kvrt.program.batch import Batch
-from kvrt.program.decode_loop import padded_stops
 from kvrt.program.device import Device
-from kvrt.program.rounds import layer_skip_many
-from kvrt.program.rounds.layer_skip_many import ExitRounds
-from kvrt.program.rounds.verify_many import Accepted, Drafted, Rounds, plan_rounds
+from kvrt.program.rounds.layer_skip import round_program
+from kvrt.program.rounds.round import Drafted, RoundSpec, RoundStep, Verified, plan_rounds
 from kvrt.program.sample import Sampler
 from kvrt.serving.cache.base import Space
 from kvrt.serving.request import SeqState
@@ -43,17 +40,13 @@ class LaunchedRounds:
       plan: of it.
       step: its tokens, all drafts included.
       states: samples that get tokens, in the order of the outputs; those with drafts are last.
-      sampled: on the device.
-      logits: of the outputs, those of the drafts behind those of the states.
-      n_drafted: by round how many of its drafts the device has made; None where all were given.
+      sampled: on the device; logits of the drafts are behind those of the states.
     """
 
     plan: StepPlan
     step: StepBatch
     states: Sequence[SeqState]
-    sampled: Accepted
-    logits: Array
-    n_drafted: Array | None = None
+    sampled: Verified
 
     def rows(self, tokens: Mapping[SeqState, Sequence[int]]) -> dict[SeqState, list[int]]:
         """By sample, where the logits of each of its tokens stand."""
@@ -102,7 +95,7 @@ class EngineDrafts:
     @property
     def on_device(self) -> bool:
         """Whether the device drafts in the step that verifies."""
-        return isinstance(self._spec.drafter, LayerSkip)
+        return self._spec.exit_layer is not None
 
     def arrays(
         self,
@@ -110,12 +103,19 @@ class EngineDrafts:
         plan: StepPlan,
         where: tuple[tuple[Places, ...], StateIndex | None],
         sampler: Sampler,
-    ) -> tuple[Batch, Rounds]:
+    ) -> RoundStep:
         """The arrays of a step with drafts."""
         last, n_seqs = step.last(), len(sampler.seed)
         numbers = range(len(step.decode), len(step.decode) + len(plan.drafts))
         drafted = [
-            Drafted(number, last[state] - len(mine), last_n_of(state), mine)
+            Drafted(
+                number=number,
+                first=last[state] - len(mine),
+                last_n=last_n_of(state),
+                drafts=mine,
+                # Of drafts that are given those behind a stop token are left out.
+                stop_ids=state.request.stop_ids if self.on_device else (),
+            )
             for number, (state, mine) in zip(numbers, plan.drafts.items(), strict=True)
         ]
         size = self._n_rounds(plan), self._spec.n_draft
@@ -130,34 +130,25 @@ class EngineDrafts:
             states=recurrent,
             out_ids=np.concatenate([pad(firsts, n_seqs, 0), outputs]),
         )
-        return batch, rounds
+        return RoundStep(batch=batch, rounds=rounds, sampler=sampler)
 
-    def run(
-        self, plan: StepPlan, arrays: tuple[Batch, Rounds], sampler: Sampler
-    ) -> tuple[Accepted, Array, Array | None]:
-        """Dispatches a step; what was sampled, the logits, and `LaunchedRounds.n_drafted`."""
-        batch, rounds = arrays
-        if not isinstance(drafter := self._spec.drafter, LayerSkip):
-            return *self._device.verify_many(batch, rounds, sampler), None
-        ids = [state.request.stop_ids for state in plan.drafts]
-        ids += [()] * (len(rounds.seq) - len(ids))
-        most = max(map(len, ids))
-        stop_ids = np.stack([padded_stops(mine, most) for mine in ids])
-        asked = ExitRounds(batch=batch, rounds=rounds, sampler=sampler, stop_ids=stop_ids)
-        return layer_skip_many.run_rounds_on(self._device, asked, drafter.exit_layer)
+    def run(self, step: RoundStep) -> Verified:
+        """Dispatches a step."""
+        how = RoundSpec(exit_layer=self._spec.exit_layer)
+        return self._device.verify(
+            round_program(self._device.programs, self._device.cache, step, how)
+        )
 
     def read(self, launched: LaunchedRounds) -> dict[SeqState, list[int]]:
         """The tokens that a step sampled, by sample, when they are there."""
-        # sync: which drafts stay decides what the next step computes, and who ends
-        first, more, n = (np.asarray(getattr(launched.sampled, x)) for x in ("first", "more", "n"))
-        found = {s: [t] for s, t in zip(launched.states, first.tolist(), strict=False)}
-        if launched.n_drafted is not None:
-            # Those that were wanted behind the end of a text were not made.
-            n_made = np.asarray(launched.n_drafted).tolist()
-            made = zip(launched.plan.drafts.items(), n_made, strict=False)
-            launched.plan.drafts.update([(s, x[:k]) for (s, x), k in made])
-        for i, state in enumerate(launched.plan.drafts):
-            found[state] += more[i, : int(n[i]) - 1].tolist()
+        first, more, n_drafted = launched.sampled.read()
+        found = {s: [t] for s, t in zip(launched.states, first, strict=False)}
+        drafts = launched.plan.drafts
+        # Those that the device was to make behind the end of a text were not made.
+        made = zip(drafts.items(), n_drafted, strict=False)
+        drafts.update([(s, x[:n]) for (s, x), n in made])
+        for state, tokens in zip(drafts, more, strict=False):
+            found[state] += tokens
         return found
 
     def ran(self, plan: StepPlan, n_sampled: Mapping[SeqState, int]) -> None:

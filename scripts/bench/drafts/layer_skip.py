@@ -21,12 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from kvrt import CacheConfig, LayerSkip, Runtime, Speculation
+from kvrt import CacheConfig, LayerSkip, Runtime, Sampling, Speculation
 from kvrt.arrays import Array
-from kvrt.program import step
+from kvrt.program import sample, step
 from kvrt.program.batch import Batch
 from kvrt.program.layer_range import in_parts
-from kvrt.program.programs import Program
+from kvrt.program.programs import ModelKind, Program
 from kvrt.program.step import Cache
 from kvrt_models.load import load
 from scripts._lib import measure
@@ -128,8 +128,8 @@ def _part(
 ) -> Callable[[], jax.Array]:
     """A step of n tokens through some layers, whose slots are nowhere, over what is cached."""
     device = runtime._cache.device
-    batch, spec = device.empty_round(n, ()).batch, device.spec
-    model, size = device.programs.model, spec.config.block_size
+    batch = device.empty_round(n, (), sample.create(Sampling(), [[]])).batch
+    programs, size = device.programs, device.spec.config.block_size
     # As many blocks as the text of the other sides fills.
     n_blocks = np.asarray(-(-_N_PREDICT.value // size), np.int32)
     batch = dataclasses.replace(
@@ -140,23 +140,27 @@ def _part(
         out_ids=np.arange(n, dtype=np.int32),
     )
 
-    def run(params: tuple, cache: Cache, batch: Batch) -> tuple[Array, Cache]:
-        decoder = in_parts(model(params))
-
-        def through(tokens: Array, attend: Any) -> Array:
-            x = decoder.layers(decoder.embed(tokens), attend, *layers)
-            return decoder.head(x).argmax(1).astype(jnp.float32) if head else x
-
-        return step.step(through, cache, batch, spec)
-
     def once() -> jax.Array:
-        args = device.programs.params, device.cache, batch
-        program = Program(("part", n, *layers, head), run, (1,), args)
-        found, device.cache = device.programs.run(program)
+        args = programs.params, device.cache, batch
+        program = Program(_through, (programs.kind, (*layers, head)), args, donate=(1,), n_known=2)
+        found, device.cache = programs.run(program)
         return found
 
     once()
     return once
+
+
+def _through(
+    kind: ModelKind, part: tuple[int, int, bool], params: tuple, cache: Cache, batch: Batch
+) -> tuple[Array, Cache]:
+    """A step through layers [first, last), and then the head if that is the third of `part`."""
+    decoder, (first, last, head) = in_parts(kind.model(params)), part
+
+    def run(tokens: Array, attend: Any) -> Array:
+        x = decoder.layers(decoder.embed(tokens), attend, first, last)
+        return decoder.head(x).argmax(1).astype(jnp.float32) if head else x
+
+    return step.step(run, cache, batch, kind.spec)
 
 
 def _texts(runtime: Runtime, tokenizer: Any, e: int, d: int) -> dict[str, Any]:
