@@ -190,7 +190,7 @@ def _shared_programs(request, _quick_compiles):
 
     programs._made = _MADE[_quick_compiles]
     if getattr(request.module, "ALONE", False):
-        programs.forget()
+        programs.forget_programs()
     yield
     if _rss_bytes() > _MOST_BYTES:
         for made in _MADE.values():

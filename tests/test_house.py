@@ -42,6 +42,7 @@ INTERFACES = {
     "copy_blocks": ("kvrt.store", "as `clear_kv`"),
     "create": ("kvrt", "the first value of what a module is about: cells, stores, cache, sampler"),
     "resume_gaps": ("kvrt.cellcache", "where a sequence cannot be cut back to: windows, states"),
+    "forward": ("kvrt.program", "a step of a batch, and the program of one"),
     "execute": ("kvrt.cli", "a command, from its flags to its exit code"),
     "keep_runs": ("kvrt.store", "as `clear_kv`"),
     "kernel": ("kvrt.attention.pallas", "the kernel of a platform, for `attend`"),

@@ -194,7 +194,7 @@ class Device:
         if self.labels:
             self._label(plan.places)
         if self._by_layer is None or plan.shape[0] > 1:
-            wanted = self._of_step(decode_run, (n_best,), plan, sampler)
+            wanted = self._of_step(decode_steps, (n_best,), plan, sampler)
             sampled, self.cache, sampler = self.programs.run(wanted)
             return sampled, sampler
         rows = self._rows(decode_loop.batch_of(plan, 0, plan.tokens))
@@ -250,7 +250,7 @@ class Device:
         """Begins the programs of `decode` for one sequence, see `Programs.compile_all`."""
         plan = decode_loop.plan_run((0, 0), 0, self._nowhere(loop.stride), loop.stop_ids, 1)
         if self._by_layer is None or loop.stride > 1:
-            begin(self._of_step(decode_run, (loop.n_best,), plan, sampler))
+            begin(self._of_step(decode_steps, (loop.n_best,), plan, sampler))
             return
         rows = self._rows_ahead(begin, decode_loop.batch_of(plan, 0, plan.tokens))
         begin(self._of_rows(head_decode, (loop.n_best,), rows, sampler))
@@ -470,7 +470,7 @@ def sampled(tokens: Array, source: Array) -> Array:
     return jnp.maximum(tokens[source], 0)
 
 
-def decode_run(
+def decode_steps(
     kind: ModelKind, n_best: int, params: tuple, cache: Cache, plan: LoopPlan, sampler: Sampler
 ) -> tuple[Sampled, Cache, Sampler]:
     """A run of steps."""

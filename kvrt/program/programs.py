@@ -44,7 +44,7 @@ _kinds: weakref.WeakValueDictionary[Hashable, "ModelKind"] = weakref.WeakValueDi
 class ModelKind:
     """A model without its weights, and the cache that it runs on.
 
-    Equal ones are the same object (`kind_of`): a step compares them by identity. `spec` has
+    Equal ones are the same object (`model_kind`): a step compares them by identity. `spec` has
     defaults where a field changes no program; `layers` are of a model that tells its layers apart.
     """
 
@@ -117,7 +117,7 @@ def layer_params(model: KindedDecoder, params: Any) -> LayerParams:
     return LayerParams(tuple(kinds), tuple(map(tuple, mine)), tuple(rest))
 
 
-def kind_of(
+def model_kind(
     graph: Any, params: Any, spec: StepSpec, where: Hashable, layers: LayerParams | None
 ) -> ModelKind:
     """The kind of a model and a cache, `where` its arrays lie."""
@@ -141,7 +141,7 @@ def kind_of(
         return ModelKind(graph, tree, spec, layers)
 
 
-def forget() -> None:
+def forget_programs() -> None:
     """Forgets programs, but for those that a Runtime or an Engine has."""
     with _lock:
         _made.clear()
@@ -211,7 +211,7 @@ class Programs:
         self._some: dict[tuple[int, int], tuple] = {}
         self._where = self._shardings or _device(self.params)
         layers = layer_params(model, params) if isinstance(model, KindedDecoder) else None
-        self.kind = kind_of(graph, params, spec, self._where, layers)
+        self.kind = model_kind(graph, params, spec, self._where, layers)
         self._compiled: dict[ProgramKey, jax.stages.Compiled] = {}
         # Those on their way, and whether they are compiled for these programs.
         self._pending: dict[ProgramKey, tuple[_Made, bool]] = {}

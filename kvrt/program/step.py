@@ -179,9 +179,9 @@ def step(
     attention = opened(cache, batch, spec)
     tokens = jnp.asarray(batch.tokens)
     result = run(spec.shards.constrain(tokens, None) if spec.shards else tokens, attention)
-    cells = placed(cache.cells, batch, spec, attention.kept)
+    cells = place_step(cache.cells, batch, spec, attention.kept)
     done = _last_of(result, attention)
-    after = written(dataclasses.replace(cache, cells=cells), attention, batch, spec, done)
+    after = write_step(dataclasses.replace(cache, cells=cells), attention, batch, spec, done)
     return result, after
 
 
@@ -194,7 +194,7 @@ def vacated(cells: Sequence[Cells], batch: Batch, spec: StepSpec) -> tuple[Cells
     return tuple(found)
 
 
-def placed(
+def place_step(
     cells: Sequence[Cells], batch: Batch, spec: StepSpec, kept: Callable | None = None
 ) -> tuple[Cells, ...]:
     """Cells with the tokens of a step; `kept` as in `StepAttention`."""
@@ -224,7 +224,7 @@ def opened(cache: Cache, batch: Batch, spec: StepSpec) -> StepAttention:
     return attention
 
 
-def written(
+def write_step(
     cache: Cache,
     attention: StepAttention,
     batch: Batch,

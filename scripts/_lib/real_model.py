@@ -93,7 +93,7 @@ def beside_peer(dtype: str, runtime: Runtime, asked: Compared) -> None:
         figures[f"tps_over_{name}"] = round(ratio, 3)
         ratio = float(np.median(theirs_prefill[name]) / np.median(ours_prefill))
         figures[f"prefill_over_{name}"] = round(ratio, 3)
-    figures["decode_temp_bytes"] = runtime.programs.temp_bytes("decode")
+    figures["decode_temp_bytes"] = runtime.programs.temp_bytes("decode_steps")
     measure.emit("decode", **figures, compile_s=round(runtime.programs.compile_s, 2))
 
 

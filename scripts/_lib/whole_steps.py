@@ -192,7 +192,7 @@ def _loop(case: Case, decoder: Decoder) -> dict[str, Any]:
 
     measure.clock(once, 1)
     samples = [s / n for s in measure.clock(once, grid.n_runs())]
-    return _rates(samples, n_bytes) | _costs(device.programs, "decode") | {"n_loop": n}
+    return _rates(samples, n_bytes) | _costs(device.programs, "decode_steps") | {"n_loop": n}
 
 
 def _rates(samples: list[float], n_bytes: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from kvrt.program.decode_loop import Sampled
 from kvrt.program.device import Device
 from kvrt.program.layout import rotated_buffers
 from kvrt.program.programs import Programs
-from kvrt.program.rounds.verify_many import Accepted
+from kvrt.program.rounds.round import NO_DRAFT, Verified
 from kvrt.program.sample import NO_TOKEN
 from kvrt.program.step import Cache, StepSpec
 from kvrt.store.kv import MOVE_CHUNK, KVStore
@@ -69,6 +69,7 @@ class NumpyDevice(Device):
 
     def __init__(self, model, config, layout):
         self.layout, self.attention = layout, AttentionChoice("chunked", "NumPy")
+        self.dispatch = "whole", "NumPy"
         self.spec = StepSpec(self.settled(config), layout)
         self.programs, self.n_vocab = Programs(model, self.spec), model.n_vocab
         self._split, self._model = nnx.split(model), (None, None)
@@ -124,36 +125,21 @@ class NumpyDevice(Device):
             ended |= np.isin(ids, [NO_TOKEN, *plan.stop_ids[plan.stop_ids >= 0]])
         return _sampled(found, plan.shape[0]), sampler
 
-    def verify(self, plan, sampler, n_best):
-        tokens, n_steps = plan.batch.tokens, int(plan.n_steps)
-        stops = {NO_TOKEN, *plan.stop_ids[plan.stop_ids >= 0].tolist()}
-        state = [sampler]
-
-        def judge(logits):
-            found = []
-            for i in range(n_steps):
-                (token,), state[0] = sample_tokens(logits[i : i + 1], state[0])
-                found.append((np.array([token]), *log_probs(logits[i : i + 1], n_best)))
-                if token in stops or i + 1 == len(tokens) or token != tokens[i + 1]:
-                    break
-            return _sampled(found, len(tokens)), np.arange(len(tokens)) < len(found)
-
-        return self._step(plan.batch, judge)[1], state[0]
-
-    def verify_many(self, batch, rounds, sampler):
+    def verify(self, program):
+        step, how = program.args[2], program.static[1]
+        assert how.exit_layer is None, "layers that draft are compiled"
+        rounds, sampler, n_tokens = step.rounds, step.sampler, len(step.batch.tokens)
         n_seqs, (n_rounds, n_drafts) = len(sampler.seed), rounds.drafts.shape
 
         def judge(logits):
             first, after = sample_tokens(logits[:n_seqs], sampler)
             more = np.full((n_rounds, n_drafts), -1, np.int32)
-            n, stays = np.ones(n_rounds, np.int32), np.ones(len(batch.tokens), bool)
-            for d, seq in enumerate(rounds.seq.tolist()):
-                if seq == n_seqs:
-                    continue
+            n, stays, ends = np.ones(n_rounds, np.int32), np.ones(n_tokens, bool), []
+            for d, seq in enumerate(np.minimum(rounds.seq, n_seqs - 1).tolist()):
                 mine = jax.tree.map(lambda x, s=seq: np.asarray(x)[s : s + 1], after)
-                token = first[seq]
+                token = first[seq] if rounds.seq[d] < n_seqs else NO_TOKEN
                 for k in range(n_drafts):
-                    if token != rounds.drafts[d, k]:
+                    if token != rounds.drafts[d, k] or token in rounds.stop_ids[d]:
                         break
                     old = np.arange(mine.recent.shape[1]) < mine.recent.shape[1] - rounds.last_n[d]
                     mine = dataclasses.replace(mine, recent=np.where(old, NO_TOKEN, mine.recent))
@@ -161,11 +147,22 @@ class NumpyDevice(Device):
                     (token,), mine = sample_tokens(logits[row : row + 1], mine)
                     more[d, k], n[d] = token, n[d] + 1
                 refused = rounds.at[d, n[d] :]
-                stays[refused[refused < len(stays)]] = False
-            return Accepted(first=first, more=more, n=n), stays
+                stays[refused[refused < n_tokens]] = False
+                ends.append(mine)
+            best_ids, best = log_probs(logits, how.n_best)
+            found = Verified(
+                first=first,
+                more=more,
+                n=n,
+                n_drafted=np.sum(rounds.drafts != NO_DRAFT, axis=1, dtype=np.int32),
+                logits=jnp.asarray(logits),
+                best_ids=best_ids,
+                best=best,
+                sampler=jax.tree.map(lambda *x: np.concatenate(x), *ends),
+            )
+            return found, stays
 
-        logits, accepted = self._step(batch, judge)
-        return accepted, jnp.asarray(logits)
+        return self._step(step.batch, judge)[1]
 
     def sample(self, logits, sampler, n_best):
         logits = np.asarray(logits)

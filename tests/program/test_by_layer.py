@@ -85,7 +85,7 @@ def alike(whole, by_layer, tolerance=1e-5):
             np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=1e-4, atol=1e-4
         )
     assert by_layer.stats().programs.startswith("by_layer")
-    assert {"embed_step", "layers", "finish"} <= {k.name for k in by_layer.programs.compiled()}
+    assert {"embed_step", "layers", "finish_step"} <= {k.name for k in by_layer.programs.compiled()}
 
 
 CHANNELS = tuple(((0, 3, 5, 9), (1, 2, 8, 12)) for _ in range(4))
@@ -233,7 +233,7 @@ def test_equal_layers_have_one_program():
     runtime = both(Kinded(n_vocab=32, n_layers=9))[1]
     runtime.append(TEXT[:5])
     names = [key.name for key in runtime.programs.compiled()]
-    assert sorted(names) == ["embed_step", "finish", "head", "layers"]
+    assert sorted(names) == ["embed_step", "finish_step", "head", "layers"]
     runs = runtime._cache.device._by_layer.runs
     assert len(runs) == 3 and {x.like for x in runs} == {0}
     for a, b in itertools.pairwise(runs):

@@ -103,7 +103,7 @@ def test_no_program_copies_the_cache(used, request):
     for kinds in found:
         del kinds["sample_first"]
     move = "move_kv" if kind == "by channel" else "move_blocks"
-    expected = {"forward", "decode", move, "shift", "scrub"}
+    expected = {"forward", "decode_steps", move, "shift", "scrub"}
     assert set(found[0]) == expected - ({"shift"} if used.config.rope == "read" else set())
     check(*found, n_bytes, of_layer)
 

@@ -39,7 +39,7 @@ def test_one_decode_program_from_the_first_cell_to_the_last(mode, compilations):
         next(tokens)
     assert runtime.n_free == 0
     assert len(compilations()) == n
-    assert len(kinds(runtime, "decode")) == 1
+    assert len(kinds(runtime, "decode_steps")) == 1
 
 
 @pytest.mark.slow
@@ -94,8 +94,8 @@ def test_what_is_ahead_is_compiled_before_it_is_wanted():
     runtime.append([1] * 40)
     list(runtime.generate(5, stop_ids=(3,), n_best=2))
     after = runtime.programs.compiled()
-    assert {key for key in after if key not in before} == set(kinds(runtime, "decode"))
-    assert len(kinds(runtime, "decode")) == 1 and runtime.stats().n_compiles == 4
+    assert {key for key in after if key not in before} == set(kinds(runtime, "decode_steps"))
+    assert len(kinds(runtime, "decode_steps")) == 1 and runtime.stats().n_compiles == 4
     assert runtime.stats().n_from_disk == 0
 
 
@@ -104,9 +104,9 @@ def test_what_is_ahead_is_compiled_before_it_is_wanted():
     [
         (0, None, []),
         (1, None, ["sample_first"]),
-        (2, None, ["decode", "sample_first"]),
-        (1, After(token=1, n_sampled=1), ["decode"]),
-        (None, None, ["decode", "sample_first"]),
+        (2, None, ["decode_steps", "sample_first"]),
+        (1, After(token=1, n_sampled=1), ["decode_steps"]),
+        (None, None, ["decode_steps", "sample_first"]),
     ],
 )
 def test_only_what_will_run_is_compiled_ahead(monkeypatch, n_predict, after, expected):

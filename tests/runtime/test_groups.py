@@ -228,7 +228,7 @@ def test_nothing_is_copied_and_nothing_compiles_anew():
             n = at.programs.n_compiles
     assert at.programs.n_compiles == n
     for key, program in at.programs.compiled().items():
-        if key[0] in ("forward", "decode"):
+        if key[0] in ("forward", "decode_steps"):
             memory = program.memory_analysis()
             assert memory.alias_size_in_bytes >= at.stats().cache_bytes, key
 

@@ -3,11 +3,11 @@ and preemption included; whichever drafts are refused, nobody ever sees them."""
 
 import numpy as np
 import pytest
+from kvrt.program.rounds.verify_many import Accepted, Drafted, plan_rounds, stays_of
 
 from kvrt import CacheConfig, Engine, LayerSkip, PromptLookup, Sampling, Speculation
 from kvrt.errors import BadConfig, BadRequest, BadToken
 from kvrt.policies import AttentionSinks, ContextShift
-from kvrt.program.rounds.verify_many import Accepted, Drafted, plan_rounds, stays_of
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.scheduling.step_plan import Rules
 from tests.marks import full, in_turn, slow

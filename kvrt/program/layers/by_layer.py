@@ -1,4 +1,4 @@
-"""A step as several programs: `embed`, runs of layers, `finish`, and a head; see `runs.py`.
+"""A step as several programs: `embed_step`, runs of layers (`runs.py`), `finish_step`, a head.
 
 Each run attends to old cells and to the step's own tokens and then writes its arrays, which it is
 given by donation. Cells change before the first run (those of blocks that are given out anew) and
@@ -16,7 +16,7 @@ from kvrt.attention.contract import KindedDecoder
 from kvrt.cells import Cells
 from kvrt.program import step
 from kvrt.program.batch import Batch
-from kvrt.program.layers.runs import LayerRun, LayersPart, exit_layer, layer_runs, part_of
+from kvrt.program.layers.runs import LayerRun, LayersPart, exit_layer, layer_runs, layers_part
 from kvrt.program.programs import ModelKind, Program, Programs
 from kvrt.program.step import Cache, StepSpec
 from kvrt.store import kv as kv_store
@@ -64,7 +64,7 @@ class StepByLayer:
         self.runs = layer_runs(layout, params.kinds, select, n_each)
         self._exit = exit_layer(layout)
         late = [x for run in self.runs for x in run.part.late]
-        self._late = [(x, part_of(layout, x, x + 1)) for x in late]
+        self._late = [(x, layers_part(layout, x, x + 1)) for x in late]
 
     def rows(
         self, call: Call, cache: Cache, batch: Batch, keep: Callable[[Cache], None]
@@ -93,7 +93,7 @@ class StepByLayer:
             if narrows and run.first >= self._exit and n_rows == 0:
                 break
             if narrows and run.first == self._exit:
-                x = call(Program(rows_of, (), (stream.x, batch.out_ids)))
+                x = call(Program(take_rows, (), (stream.x, batch.out_ids)))
                 stream = dataclasses.replace(stream, x=x)
             is_narrow = narrows and run.first >= self._exit
             stream, cache = self._layers(call, cache, batch, run, (stream, is_narrow))
@@ -105,7 +105,7 @@ class StepByLayer:
             cache = _put(cache, part, written)
             keep(cache)
         args = cache.cells, batch, stream.x
-        rows, cells = call(Program(finish, (kind, narrows), args, donate=(0,), n_known=1))
+        rows, cells = call(Program(finish_step, (kind, narrows), args, donate=(0,), n_known=1))
         return rows, dataclasses.replace(cache, cells=cells)
 
     def _layers(
@@ -214,7 +214,7 @@ def layers(
       What these layers give others, and their arrays.
     """
     first, last, is_narrow = how
-    part = part_of(kind.spec.layout, first, last)
+    part = layers_part(kind.spec.layout, first, last)
     spec = dataclasses.replace(kind.spec, layout=part.layout)
     cache = _joined(held, fixed)
     attention = step.opened(cache, batch, spec)
@@ -236,7 +236,7 @@ def write_late(
     new: tuple[Array, Array],
 ) -> Cache:
     """The arrays of a layer with its keys and values of the step's tokens; they are donated."""
-    part = part_of(kind.spec.layout, layer, layer + 1)
+    part = layers_part(kind.spec.layout, layer, layer + 1)
     spec = dataclasses.replace(kind.spec, layout=part.layout)
     cache = _joined(held, fixed)
     attention = step.opened(cache, batch, spec)
@@ -244,12 +244,12 @@ def write_late(
     return _parted(_written(cache, attention, batch, spec, new[0]), part)
 
 
-def rows_of(x: Float[Array, "T E"], ids: Int32[Array, " R"]) -> Float[Array, "R E"]:
+def take_rows(x: Float[Array, "T E"], ids: Int32[Array, " R"]) -> Float[Array, "R E"]:
     """Some tokens of a stream."""
     return x[ids]
 
 
-def finish(
+def finish_step(
     kind: ModelKind,
     is_done: bool,
     cells: tuple[Cells, ...],
@@ -262,7 +262,7 @@ def finish(
         x = x[:0]
     elif not is_done:
         x = x[ids]
-    return x, step.placed(cells, batch, kind.spec)
+    return x, step.place_step(cells, batch, kind.spec)
 
 
 def _joined(held: Cache, fixed: Fixed) -> Cache:
@@ -291,9 +291,9 @@ def _parted(cache: Cache, part: LayersPart) -> Cache:
 
 def _written(cache: Cache, attention: Any, batch: Batch, spec: StepSpec, done: Array) -> Cache:
     """The arrays with what the layers keep; labels follow from cells as the step leaves them."""
-    cells = step.placed(cache.cells, batch, spec) if spec.config.select else cache.cells
+    cells = step.place_step(cache.cells, batch, spec) if spec.config.select else cache.cells
     cache = dataclasses.replace(cache, cells=cells)
-    return step.written(cache, attention, batch, spec, done.astype(jnp.float32))
+    return step.write_step(cache, attention, batch, spec, done.astype(jnp.float32))
 
 
 def reason_for_whole(model: Any) -> str | None:

@@ -56,7 +56,7 @@ class LayerRun:
         return self.like, self.like + self.last - self.first
 
 
-def part_of(layout: Layout, first: int, last: int) -> LayersPart:
+def layers_part(layout: Layout, first: int, last: int) -> LayersPart:
     """Layers [first, last) of a layout."""
     found = [_group_part(g, layout, first, last) for g in range(len(layout.groups))]
     kept = [(g, *x) for g, x in enumerate(found) if x is not None]
@@ -160,7 +160,7 @@ def layer_runs(
         runs: list[LayerRun] = []
         firsts: dict[Hashable, int] = {}
         for first, last in itertools.pairwise(cuts):
-            part = part_of(layout, first, last)
+            part = layers_part(layout, first, last)
             kind = _kind(part, kinds[first:last], first, select)
             like = firsts.setdefault(kind, first)
             runs.append(LayerRun(first=first, last=last, like=like, part=part))
