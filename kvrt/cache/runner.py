@@ -121,7 +121,7 @@ class Runner:
         n = int(sampled.n_steps)  # sync: how far the run came
         arrays = sampled.tokens, sampled.best_ids, sampled.best
         tokens, best_ids, best = (np.asarray(x)[:n, 0] for x in arrays)
-        self._commit_first(plan, first, [token, *tokens[:-1]])
+        self._commit_first(plan, first, [token, *tokens[:-1].tolist()])
         if self._select:
             self._cache.note_reads(seq_id, first)
         return Ran(tokens=tokens, best_ids=best_ids, best=best, sampler=sampler)
@@ -147,7 +147,7 @@ class Runner:
         (newest,), (more,), (n_drafted,) = verified.read()
         # Drafts that stay are the tokens that were sampled.
         sampled, n = np.array([newest, *more], np.int32), len(more) + 1
-        self._commit_first(plan, first, [tokens[0], *sampled[:-1]])
+        self._commit_first(plan, first, [tokens[0], *sampled[:-1].tolist()])
         best_ids, best = (np.asarray(x)[:n] for x in (verified.best_ids, verified.best))
         ran = Ran(tokens=sampled, best_ids=best_ids, best=best, sampler=verified.sampler)
         return ran, n_drafted

@@ -10,7 +10,7 @@ import pytest
 from kvrt import CacheConfig, GroupSpec, MaskSpec
 from kvrt.cellcache import window
 from kvrt.cells.cells import owned
-from kvrt.serving.cache.engine_cells import EngineCells, kept_plan
+from kvrt.serving.cache.engine_cells import EngineCells
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +36,7 @@ def append(host, ends, tokens, n_kept):
     )
     stays = np.concatenate([np.arange(n) < n_kept[s] for s, n in tokens.items()])
     plan = host.find(seq_ids, {s: ends[s] for s in tokens})
-    host.append(kept_plan(None, plan, stays), pos[stays], pos[stays])
+    host.append(host.kept(plan, stays), pos[stays], pos[stays])
     for s in tokens:
         ends[s] += n_kept[s]
 

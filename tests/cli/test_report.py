@@ -53,7 +53,7 @@ def test_summary_counts_and_rates():
     assert summary.summary(OUTCOME) == [
         "prompt     10 tokens in 0.50 s, 20.0 tokens/s",
         "generated  21 tokens in 4.00 s, 5.0 tokens/s; end of text",
-        "compiled   1 program in 0.50 s, not counted above",
+        "compiled   1 program in 0.50 s, not counted above, whole",
         "attention  chunked: no kernel for cpu",
         "cache      69 of 200 cells used, n_kv 70, 1.2 MB of f32",
         "upkeep     0 context shifts, 0 tokens dropped, 1 defrag",
@@ -81,9 +81,9 @@ def test_states_are_not_called_cells():
 @pytest.mark.parametrize(
     ("n", "said"),
     [
-        (0, "3 programs in 0.50 s, not counted above"),
-        (2, "3 programs in 0.50 s, 2 of them from the disk, not counted above"),
-        (3, "3 programs in 0.50 s, all from the disk, not counted above"),
+        (0, "3 programs in 0.50 s, not counted above, whole"),
+        (2, "3 programs in 0.50 s, 2 of them from the disk, not counted above, whole"),
+        (3, "3 programs in 0.50 s, all from the disk, not counted above, whole"),
     ],
 )
 def test_summary_says_which_programs_came_from_the_disk(n, said):

@@ -258,3 +258,11 @@ def test_a_model_that_does_not_tell_its_layers_apart_runs_whole_and_says_why():
     runtime = Runtime(ToyLm(), dataclasses.replace(config, programs="auto"))
     assert runtime.config.programs == "whole"
     assert "does not tell its layers apart by kind" in runtime.stats().programs
+
+    class Otherwise(Kinded):
+        def layers(self, x, attend, first, last):
+            return super().layers(x, attend, first, last) * 2
+
+    runtime = Runtime(Otherwise(n_layers=2), dataclasses.replace(config, programs="auto"))
+    said = "whole: Otherwise has layers of its own, and no layer_kinds"
+    assert runtime.stats().programs == said

@@ -161,10 +161,11 @@ FIELD_FLAGS: Mapping[str, Mapping[str, FieldFlags]] = MappingProxyType(
 _MODEL = "the model's file says it"
 # Of a command, fields that none of its flags sets, and why.
 
+_PROGRAMS = "a platform has one way that is best, and the numbers are the same"
 REASONS: Mapping[str, Mapping[str, Mapping[str, str]]] = MappingProxyType(
     {
         "run": {
-            "CacheConfig": {"n_seq_max": "a run is one conversation"},
+            "CacheConfig": {"n_seq_max": "a run is one conversation", "programs": _PROGRAMS},
             "MaskSpec": {"kind": _MODEL, "size": _MODEL},
             "GenerationSpec": {
                 "seq_id": "a run is sequence 0 of its runtime",
@@ -176,6 +177,7 @@ REASONS: Mapping[str, Mapping[str, Mapping[str, str]]] = MappingProxyType(
         "batch": {
             "CacheConfig": {
                 "n_rs_seq": "of cell mode alone, for hits near the end of a text",
+                "programs": _PROGRAMS,
             },
             "MaskSpec": {"kind": _MODEL, "size": _MODEL},
             "EngineConfig": {

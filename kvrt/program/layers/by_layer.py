@@ -298,6 +298,13 @@ def _written(cache: Cache, attention: Any, batch: Batch, spec: StepSpec, done: A
 
 def reason_for_whole(model: Any) -> str | None:
     """Why a model's step is one program; None where its layers can be told apart."""
-    if isinstance(model, KindedDecoder):
-        return None
-    return f"{type(model).__name__} does not tell its layers apart by kind: see kvrt.KindedDecoder"
+    if not isinstance(model, KindedDecoder):
+        name = type(model).__name__
+        return f"{name} does not tell its layers apart by kind: see kvrt.KindedDecoder"
+    # What a subclass computes otherwise, the kinds of its base know nothing of.
+    order = [vars(x) for x in type(model).__mro__]
+    said = next((i for i, has in enumerate(order) if "layer_kinds" in has), len(order))
+    for name in ("__call__", "embed", "layers", "head"):
+        if any(name in has for has in order[:said]):
+            return f"{type(model).__name__} has {name} of its own, and no layer_kinds"
+    return None

@@ -176,9 +176,7 @@ def accept(
         n=jnp.ones(n_rounds, jnp.int32),
     )
     last = lax.while_loop(lambda c: jnp.any(c.going) & (c.i < n_drafts), one, begun)
-    kept = lax.broadcasted_iota(jnp.int32, rounds.at.shape, 1) < last.n[:, None]
-    stays = jnp.ones(step.batch.tokens.shape[0], bool)
-    attend.keep(stays.at[jnp.asarray(rounds.at)].set(kept, mode="drop"))
+    attend.keep(stays_of(rounds, last.n, step.batch.tokens.shape[0]))
     best_ids, best = _log_probs(logits, n_best)
     return Verified(
         first=first,
@@ -190,6 +188,12 @@ def accept(
         best=best,
         sampler=last.sampler,
     )
+
+
+def stays_of(rounds: Rounds, n: Int32[AnyArray, " D"], n_tokens: int) -> Bool[Array, " T"]:
+    """Which tokens of a step stay: of each round the first n, and all that are of none."""
+    kept = lax.broadcasted_iota(jnp.int32, rounds.at.shape, 1) < n[:, None]
+    return jnp.ones(n_tokens, bool).at[jnp.asarray(rounds.at)].set(kept, mode="drop")
 
 
 def _acceptable(rounds: Rounds) -> Int32[Array, "D K1"]:
@@ -302,5 +306,5 @@ def plan_round(
     rounds, outputs = plan_rounds([drafted], (1, size - 1), 1, size)
     at = np.arange(pos, pos + n, dtype=np.int32)
     ids, mine = np.asarray(tokens, np.int32), np.full(n, seq_id, np.int32)
-    batch = padded(ids, at, mine, [0, *outputs], where, size)
+    batch = padded(ids, at, mine, [0, *outputs.tolist()], where, size)
     return RoundStep(batch=batch, rounds=rounds, sampler=sampler)
