@@ -76,7 +76,7 @@ def test_two_sizes_of_one_step_share_programs(masks):
         for n_ctx in (137, 143, 145)
     )
     kinds = {key[0] for key in one}
-    assert kinds >= {"forward", "decode_steps", "sample_first", "shift"} and kinds & {
+    assert kinds >= {"forward", "decode_steps", "sampled_once", "shift"} and kinds & {
         "move_kv",
         "move_blocks",
     }

@@ -17,7 +17,7 @@ from kvrt.cache.cell_cache import CellCache
 from kvrt.cellcache.host_cells import SlotPlan
 from kvrt.program import decode_loop
 from kvrt.program.batch import Batch, bucket, padded, without_outputs
-from kvrt.program.decode_loop import LoopSpec
+from kvrt.program.decode_loop import LoopSpec, Sampled
 from kvrt.program.rounds.layer_skip import round_program
 from kvrt.program.rounds.round import RoundSpec, plan_round
 from kvrt.program.sample import Sampler
@@ -40,6 +40,14 @@ class Ran:
     best_ids: Int32[np.ndarray, "n K"]
     best: Float[np.ndarray, "n K"]
     sampler: Sampler
+
+
+def read_run(sampled: Sampled, sampler: Sampler) -> Ran:
+    """Fetches what one sequence sampled."""
+    n = int(sampled.n_steps)  # sync: how far the run came, and the caller sees each token
+    arrays = sampled.tokens, sampled.best_ids, sampled.best
+    tokens, best_ids, best = (np.asarray(x)[:n, 0] for x in arrays)
+    return Ran(tokens=tokens, best_ids=best_ids, best=best, sampler=sampler)
 
 
 class Runner:
@@ -118,13 +126,11 @@ class Runner:
         where = self._host.places(plan, loop.stride, ahead=n > 1)
         run = decode_loop.plan_run((token, first), seq_id, where, loop.stop_ids, n)
         sampled, sampler = self._device.decode(run, sampler, loop.n_best)
-        n = int(sampled.n_steps)  # sync: how far the run came
-        arrays = sampled.tokens, sampled.best_ids, sampled.best
-        tokens, best_ids, best = (np.asarray(x)[:n, 0] for x in arrays)
-        self._commit_first(plan, first, [token, *tokens[:-1].tolist()])
+        ran = read_run(sampled, sampler)
+        self._commit_first(plan, first, [token, *ran.tokens[:-1].tolist()])
         if self._select:
             self._cache.note_reads(seq_id, first)
-        return Ran(tokens=tokens, best_ids=best_ids, best=best, sampler=sampler)
+        return ran
 
     def round(
         self,

@@ -175,7 +175,7 @@ def batch_of(plan: LoopPlan, step: Any, tokens: AnyArray) -> Batch:
 
 
 def sampled_once(
-    logits: Float[Array, "S V"], sampler: sample.Sampler, n_best: int
+    n_best: int, logits: Float[Array, "S V"], sampler: sample.Sampler
 ) -> tuple[Sampled, sample.Sampler]:
     """What one step samples, and the sampler after it."""
     tokens, sampler = sample.sample_tokens(logits, sampler)
@@ -186,7 +186,7 @@ def sampled_once(
 
 def _one(model: Any, c: _Carry, plan: LoopPlan, spec: StepSpec, n_best: int) -> _Carry:
     logits, cache = forward(model, c.cache, batch_of(plan, c.step, c.token), spec)
-    new, sampler = sampled_once(logits, c.sampler, n_best)
+    new, sampler = sampled_once(n_best, logits, c.sampler)
     sampled = dataclasses.replace(
         c.sampled,
         n_steps=c.step + 1,

@@ -22,7 +22,7 @@ from kvrt.errors import BadConfig
 from kvrt.program import decode_loop, sample, step
 from kvrt.program.batch import Batch, bucket, prompt_batches
 from kvrt.program.copies.block_copies import block_copies
-from kvrt.program.decode_loop import LoopPlan, LoopSpec, Sampled
+from kvrt.program.decode_loop import LoopPlan, LoopSpec, Sampled, sampled_once
 from kvrt.program.labels.arrays import check_labels, label_plan, n_labelled
 from kvrt.program.labels.indexed import check_index_reads
 from kvrt.program.labels.shift import shift
@@ -191,23 +191,23 @@ class Device:
 
     def decode(self, plan: LoopPlan, sampler: Sampler, n_best: int) -> tuple[Sampled, Sampler]:
         """Runs a plan of decode steps; what it sampled, and the sampler after it."""
+        if self._by_layer is not None and plan.shape[0] == 1:
+            logits = self.forward(decode_loop.batch_of(plan, 0, plan.tokens))
+            return self.sample(logits, sampler, n_best)
         if self.labels:
             self._label(plan.places)
-        if self._by_layer is None or plan.shape[0] > 1:
-            wanted = self._of_step(decode_steps, (n_best,), plan, sampler)
-            sampled, self.cache, sampler = self.programs.run(wanted)
-            return sampled, sampler
-        rows = self._rows(decode_loop.batch_of(plan, 0, plan.tokens))
-        return self.programs.run(self._of_rows(head_decode, (n_best,), rows, sampler))
+        wanted = self._of_step(decode_steps, (n_best,), plan, sampler)
+        sampled, self.cache, sampler = self.programs.run(wanted)
+        return sampled, sampler
 
     def verify(self, program: Program) -> Verified:
         """Runs a step with rounds of drafts, a `round_program`; what was sampled."""
         verified, self.cache = self.programs.run(program)
         return verified
 
-    def sample(self, logits: Array, sampler: Sampler, n_best: int) -> tuple:
-        """The token after a prefill, the sampler after it, and n_best log-probabilities."""
-        return self.programs.run(sample.first_token_program(logits, sampler, n_best))
+    def sample(self, logits: Array, sampler: Sampler, n_best: int) -> tuple[Sampled, Sampler]:
+        """A token of each row of logits, and the sampler after it."""
+        return self.programs.run(Program(sampled_once, (n_best,), (logits, sampler)))
 
     def best_tokens(
         self, logits: Array, rows: Sequence[int], n_best: int
@@ -244,7 +244,7 @@ class Device:
     def sample_program(self, sampler: Sampler, n_best: int) -> Program:
         """The program of `sample` for one sequence."""
         logits = jax.ShapeDtypeStruct((1, self.n_vocab), np.float32)
-        return sample.first_token_program(logits, sampler, n_best)
+        return Program(sampled_once, (n_best,), (logits, sampler))
 
     def begin_decode(self, begin: Callable, loop: LoopSpec, sampler: Sampler) -> None:
         """Begins the programs of `decode` for one sequence, see `Programs.compile_all`."""
@@ -253,7 +253,8 @@ class Device:
             begin(self._of_step(decode_steps, (loop.n_best,), plan, sampler))
             return
         rows = self._rows_ahead(begin, decode_loop.batch_of(plan, 0, plan.tokens))
-        begin(self._of_rows(head_decode, (loop.n_best,), rows, sampler))
+        begin(self._of_rows(head, (), rows))
+        begin(self.sample_program(sampler, loop.n_best))
 
     def empty_round(self, size: int, stop_ids: Sequence[int], sampler: Sampler) -> RoundStep:
         """A round of `size` tokens as programs are compiled for, which is written nowhere."""
@@ -455,13 +456,6 @@ def head_serve(
     """A token for each row of a stream, and its logits."""
     logits = head(kind, rest, rows)
     return sample.sample_tokens(logits, sampler)[0], logits
-
-
-def head_decode(
-    kind: ModelKind, n_best: int, rest: tuple, rows: Float[Array, "S E"], sampler: Sampler
-) -> tuple[Sampled, Sampler]:
-    """What a step of decode samples from a stream."""
-    return decode_loop.sampled_once(head(kind, rest, rows), sampler, n_best)
 
 
 def sampled(tokens: Array, source: Array) -> Array:

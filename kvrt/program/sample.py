@@ -243,17 +243,6 @@ def _edge(
     return lax.fori_loop(0, 32, bit, jnp.zeros(keys.shape[0], jnp.uint32))
 
 
-def first_token_program(logits: Any, sampler: Sampler, n_best: int) -> Program:
-    """The program that samples after a prefill: tokens, sampler, n_best log-probabilities."""
-    return Program(sample_first, (n_best,), (logits, sampler))
-
-
-def sample_first(n_best: int, logits: Float[Array, "S V"], sampler: Sampler) -> tuple:
-    """Tokens, the sampler after them, and their n_best log-probabilities."""
-    tokens, sampler = sample_tokens(logits, sampler)
-    return tokens, sampler, *log_probs(logits, n_best)
-
-
 def best_tokens_program(logits: Any, rows: Any, n_best: int) -> Program:
     """The program that gives the n_best most probable tokens of some rows of logits [S, V]."""
     return Program(best_tokens, (min(n_best, logits.shape[1]),), (logits, rows))

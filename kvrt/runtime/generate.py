@@ -10,7 +10,7 @@ import numpy as np
 from kvrt.arrays import Array
 from kvrt.cache import checks
 from kvrt.cache.last_logits import ResumePoint
-from kvrt.cache.runner import Ran
+from kvrt.cache.runner import Ran, read_run
 from kvrt.drafts.back_off import BackOff
 from kvrt.drafts.drafter import Speculation
 from kvrt.errors import BadConfig, BadToken
@@ -183,9 +183,8 @@ def _run(
     recent = deque(asked.recent, asked.sampling.repeat_last_n)
     resume_point = ResumePoint(after.n_sampled if after else 0, recent)
     if logits is not None:
-        ids, sampler, best_ids, best = stepper.device.sample(logits, sampler, asked.n_best)
-        # sync: the caller sees each token, and a stop ends the loop.
-        new = [Token(id=int(ids[0]), best=_pairs(best_ids[0], best[0]))]
+        ran = read_run(*stepper.device.sample(logits, sampler, asked.n_best))
+        new, sampler = _tokens(ran), ran.sampler
     while True:
         if new:
             stepper.sampled(asked.seq_id, resume_point, len(new))

@@ -62,7 +62,7 @@ def test_standard_output_is_the_text_and_nothing_else(go, told):
     ]
     assert f"{told['n_prompt']} tokens in" in lines[1] and lines[1].endswith("tokens/s")
     assert "24 tokens in" in lines[2] and lines[2].endswith("tokens/s; length reached")
-    assert "9 programs in" in lines[3]
+    assert "8 programs in" in lines[3]
     used = told["cells_used"]
     assert lines[5] == "attention  chunked: no kernel for cpu"
     assert told["attention"] == {"implementation": "chunked", "reason": "no kernel for cpu"}

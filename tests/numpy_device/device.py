@@ -166,7 +166,8 @@ class NumpyDevice(Device):
 
     def sample(self, logits, sampler, n_best):
         logits = np.asarray(logits)
-        return *sample_tokens(logits, sampler), *log_probs(logits, n_best)
+        ids, sampler = sample_tokens(logits, sampler)
+        return _sampled([(ids, *log_probs(logits, n_best))], 1), sampler
 
     def best_tokens(self, logits, rows, n_best):
         return log_probs(np.asarray(logits)[list(rows)], n_best)

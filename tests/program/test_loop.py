@@ -59,7 +59,8 @@ def by_decode(runtime, n, sampling, recent=()):
     sampler = sample.create(sampling, [list(recent)])
     logits, out = runtime.last_logits(0), []
     for i in range(n):
-        drawn, sampler, *_ = runtime._cache.device.sample(logits, sampler, 2)
+        sampled, sampler = runtime._cache.device.sample(logits, sampler, 2)
+        drawn = sampled.tokens[0]
         out.append(int(drawn[0]))
         if i < n - 1:
             logits = runtime.decode({0: out[-1]})[0][None]

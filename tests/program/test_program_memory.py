@@ -101,7 +101,7 @@ def test_no_program_copies_the_cache(used, request):
     of_layer = layer_bytes(large.cache, SIZES[1])
     found = [temp_bytes(x.programs) for x in (used, large)]
     for kinds in found:
-        del kinds["sample_first"]
+        del kinds["sampled_once"]
     move = "move_kv" if kind == "by channel" else "move_blocks"
     expected = {"forward", "decode_steps", move, "shift", "scrub"}
     assert set(found[0]) == expected - ({"shift"} if used.config.rope == "read" else set())

@@ -86,7 +86,7 @@ def test_what_is_ahead_is_compiled_before_it_is_wanted():
     assert sorted(key[0] for key in runtime.programs.compiled()) == [
         "forward",
         "forward",
-        "sample_first",
+        "sampled_once",
     ]
     before = runtime.programs.compiled()
     runtime.programs.wait(lambda *n: said.append(n))
@@ -103,10 +103,10 @@ def test_what_is_ahead_is_compiled_before_it_is_wanted():
     ("n_predict", "after", "expected"),
     [
         (0, None, []),
-        (1, None, ["sample_first"]),
-        (2, None, ["decode_steps", "sample_first"]),
+        (1, None, ["sampled_once"]),
+        (2, None, ["decode_steps", "sampled_once"]),
         (1, After(token=1, n_sampled=1), ["decode_steps"]),
-        (None, None, ["decode_steps", "sample_first"]),
+        (None, None, ["decode_steps", "sampled_once"]),
     ],
 )
 def test_only_what_will_run_is_compiled_ahead(monkeypatch, n_predict, after, expected):
