@@ -321,7 +321,6 @@ def test_pairs_of_tokens_are_distributed_as_the_model_says():
     assert chi < 20 + 4 * math.sqrt(40)
 
 
-@installed()
 def test_it_stops_where_plain_decoding_stops():
     plain, drafted = build(), build()
     text = ids(run(plain))

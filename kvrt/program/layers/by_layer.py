@@ -116,12 +116,13 @@ class StepByLayer:
         params = self._programs.params_of(run.first, run.last)
         held, fixed = _taken(cache, part, params)
         how = *run.traced, is_narrow
-        args = held, fixed, _places(batch, part), stream
+        mine = Stream(x=stream.x, own={i: stream.own[i] for i in part.reads}, late={})
+        args = held, fixed, _places(batch, part), mine
         wanted = Program(layers, (self._programs.kind, how), args, donate=(0,), n_known=2)
         given, written = call(wanted)
-        late = zip(run.part.late, given.late.values(), strict=True)
-        own = zip(run.part.late, given.own.values(), strict=True)
-        new = Stream(x=given.x, own={**stream.own, **dict(own)}, late={**stream.late, **dict(late)})
+        # Named by the layers that the program is traced for.
+        own, late = (dict(zip(part.late, x.values(), strict=True)) for x in (given.own, given.late))
+        new = Stream(x=given.x, own={**stream.own, **own}, late={**stream.late, **late})
         return new, _put(cache, part, written)
 
 

@@ -29,6 +29,7 @@ class LayersPart:
       own: by store, arrays that the layers write.
       lent: by store, further arrays that they read.
       states: indices of recurrent layers' tables.
+      reads: earlier layers whose keys and values they read.
       late: layers that later ones read, which write after the last of those.
     """
 
@@ -38,6 +39,7 @@ class LayersPart:
     own: tuple[tuple[int, ...], ...]
     lent: tuple[tuple[int, ...], ...]
     states: tuple[int, ...]
+    reads: tuple[int, ...]
     late: tuple[int, ...]
 
 
@@ -85,7 +87,9 @@ def layers_part(layout: Layout, first: int, last: int) -> LayersPart:
         n_states=layout.n_states,
         scored=tuple(x for x in (_scored(s, first, last) for s in layout.scored) if x),
     )
-    reads = {read for g in layout.groups for x, read in g.kv_of if x >= last}
+    pairs = [pair for g in layout.groups for pair in g.kv_of]
+    reads = {read for x, read in pairs if first <= x < last and read < first}
+    read_later = {read for x, read in pairs if x >= last}
     return LayersPart(
         layout=inside,
         groups=tuple(g for g, _, _ in kept),
@@ -93,7 +97,8 @@ def layers_part(layout: Layout, first: int, last: int) -> LayersPart:
         own=tuple(tuple(own[i]) for i in stores),
         lent=tuple(tuple(lent[i]) for i in stores),
         states=states,
-        late=tuple(sorted(x for _, _, mine in kept for x in mine if x in reads)),
+        reads=tuple(sorted(reads)),
+        late=tuple(sorted(x for _, _, mine in kept for x in mine if x in read_later)),
     )
 
 
