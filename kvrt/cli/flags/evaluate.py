@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import secrets
 from typing import Literal
 
@@ -259,8 +260,8 @@ class RunOptions(WriteFlags, TextFlags, SessionFlags, PromptFlags):
 
     @property
     def policy_elsewhere(self) -> bool:
-        """Whether a session may say the policy."""
-        return self.session is not None
+        """Whether a session that is there may say the policy."""
+        return self.session is not None and os.path.exists(self.session)
 
     def check(self) -> None:
         """Refuses log-probabilities in text."""
