@@ -43,7 +43,7 @@ def test_many_tokens_in_256_cells(tmp_path, budget):
     lines = err.decode().partition("\nprompt ")[2].splitlines()
     assert lines[1].startswith(f"generated  {n} tokens in ")
     # Prefill, first draw, decode and K-shift: the first shift compiles the last of them.
-    assert lines[2].startswith("compiled   8 programs")
+    assert lines[2].startswith("compiled   9 programs")
     assert lines[4].startswith("attention  ")
     # 255 cells fill up, and half of the 251 that are not kept goes.
     places = range(252, n, 125)
