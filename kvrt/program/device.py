@@ -27,7 +27,7 @@ from kvrt.program.labels.arrays import check_labels, label_plan, n_labelled
 from kvrt.program.labels.indexed import check_index_reads
 from kvrt.program.labels.shift import shift
 from kvrt.program.labels.upkeep import LabelUpkeep
-from kvrt.program.layers.by_layer import StepByLayer, reason_for_whole
+from kvrt.program.layers.by_layer import Arrays, StepByLayer, reason_for_whole
 from kvrt.program.layout import Layout, mixes_rotations
 from kvrt.program.mesh import Placement
 from kvrt.program.programs import ModelKind, Program, Programs
@@ -64,7 +64,8 @@ class Device:
         self.spec = spec = StepSpec(self.settled(config), self.layout, self._shards)
         self.programs = Programs(model, spec, place)
         self._by_layer = StepByLayer(self.programs) if spec.config.programs == "by_layer" else None
-        self._begun: set[tuple[int, ...]] = set()
+        # By shapes of a batch, the programs of a step in their order.
+        self._compiled: dict[tuple, list[Callable]] = {}
         plan = label_plan(self.layout, config)
         self.labels = plan and LabelUpkeep(plan, self.layout.stores)
         self._extents = [s.extent for s in self.layout.stores]
@@ -123,25 +124,29 @@ class Device:
     def _rows(self, batch: Batch) -> Array:
         """The residual stream behind the last layer, of tokens whose logits are wanted."""
         assert self._by_layer is not None
-        self._begin(batch)
-        rows, cache = self._by_layer.rows(self.programs.run, self.cache, batch, self._keep)
-        self.cache = cache
-        return rows
-
-    def _keep(self, cache: Cache) -> None:
-        self._cache = cache
-
-    def _begin(self, batch: Batch) -> None:
-        """Compiles all programs of a batch's shapes before the first of them runs."""
-        shapes = tuple(x.shape for x in jax.tree.leaves(batch))
-        if shapes not in self._begun:
+        shapes = tuple([x.shape for x in jax.tree.leaves(batch)])
+        if shapes not in self._compiled:
+            # All of them, before the first one runs.
             self.programs.compile_all(lambda begin: self._rows_ahead(begin, batch), _nothing)
-            self._begun.add(shapes)
+            self._compiled[shapes] = self.programs.in_order(
+                lambda begin: self._rows_ahead(begin, batch)
+            )
+        arrays, run = Arrays(self.cache), self.programs.run
+        if self._place is None:
+            following = iter(self._compiled[shapes])
+
+            def run(program: Program) -> Any:
+                return next(following)(*program.args)
+
+        try:
+            return self._by_layer.rows(run, arrays, batch)
+        finally:
+            self.cache = arrays.cache()
 
     def _rows_ahead(self, begin: Callable, batch: Batch) -> Any:
         """The shape of `_rows`, whose programs are begun."""
         assert self._by_layer is not None
-        return self._by_layer.rows(begin, self.cache, batch, _nothing)[0]
+        return self._by_layer.rows(begin, Arrays(self.cache), batch)
 
     def _of_rows(self, run: Callable, static: tuple, rows: Any, *args: Any) -> Program:
         """A program that takes parameters outside of layers and a stream, and whatever else."""

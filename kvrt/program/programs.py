@@ -315,6 +315,18 @@ class Programs:
         self._await([*self._pending], n_all, progress)
         self.compile_s += time.perf_counter() - start
 
+    def in_order(self, wanted: Wanted) -> list[jax.stages.Compiled]:
+        """Programs that are there, as they are named, see `compile_all`."""
+        found: list[jax.stages.Compiled] = []
+
+        def there(program: Program) -> Any:
+            key = program.key
+            found.append(self._compiled[key])
+            return self._outputs[key]
+
+        wanted(there)
+        return found
+
     def run(self, program: Program) -> Any:
         """Results of a program, which is compiled when it is first run."""
         if self._place:

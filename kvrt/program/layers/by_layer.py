@@ -66,119 +66,131 @@ class StepByLayer:
         late = [x for run in self.runs for x in run.part.late]
         self._late = [(x, layers_part(layout, x, x + 1)) for x in late]
 
-    def rows(
-        self, call: Call, cache: Cache, batch: Batch, keep: Callable[[Cache], None]
-    ) -> tuple[Any, Cache]:
+    def rows(self, call: Call, arrays: "Arrays", batch: Batch) -> Any:
         """Runs the layers over a batch.
 
         Args:
           call: what runs a program, or begins it.
-          cache: donated, or shapes.
+          arrays: of the cache, which get the step's tokens; or shapes.
           batch: the step's tokens.
-          keep: is given the cache whenever arrays of it were replaced.
 
         Returns:
-          The residual stream of `batch.out_ids`, [R, E], and the cache with the step's tokens; or
-          their shapes.
+          The residual stream of `batch.out_ids`, or its shape. `[R, E]`
         """
         kind, rest = self._programs.kind, self._programs.rest
-        args = cache.cells, rest, batch
-        x, cells, batch = call(Program(embed_step, (kind,), args, donate=(0,), n_known=2))
-        cache = dataclasses.replace(cache, cells=cells)
-        keep(cache)
+        args = arrays.cells, rest, batch
+        x, arrays.cells, batch = call(Program(embed_step, (kind,), args, donate=(0,), n_known=2))
         stream, n_rows = Stream(x=x, own={}, late={}), batch.out_ids.shape[0]
         # All go on where the logits of all are wanted, or all layers keep something.
         narrows = self._exit < self.runs[-1].last and n_rows < batch.tokens.shape[0]
         for run in self.runs:
-            if narrows and run.first >= self._exit and n_rows == 0:
+            is_narrow = narrows and run.first >= self._exit
+            if is_narrow and n_rows == 0:
                 break
-            if narrows and run.first == self._exit:
+            if is_narrow and run.first == self._exit:
                 x = call(Program(take_rows, (), (stream.x, batch.out_ids)))
                 stream = dataclasses.replace(stream, x=x)
-            is_narrow = narrows and run.first >= self._exit
-            stream, cache = self._layers(call, cache, batch, run, (stream, is_narrow))
-            keep(cache)
+            stream = self._layers(call, arrays, batch, run, (stream, is_narrow))
         for layer, part in self._late:
-            held, fixed = _taken(cache, part, ())
-            args = held, fixed, _places(batch, part), stream.late[layer]
-            written = call(Program(write_late, (kind, layer), args, donate=(0,), n_known=2))
-            cache = _put(cache, part, written)
-            keep(cache)
-        args = cache.cells, batch, stream.x
-        rows, cells = call(Program(finish_step, (kind, narrows), args, donate=(0,), n_known=1))
-        return rows, dataclasses.replace(cache, cells=cells)
+            args = *arrays.of(part, ()), _places(batch, part), stream.late[layer]
+            arrays.put(part, call(Program(write_late, (kind, layer), args, donate=(0,), n_known=2)))
+        args = arrays.cells, batch, stream.x
+        wanted = Program(finish_step, (kind, narrows), args, donate=(0,), n_known=1)
+        rows, arrays.cells = call(wanted)
+        return rows
 
     def _layers(
-        self, call: Call, cache: Cache, batch: Batch, run: LayerRun, at: tuple[Stream, bool]
-    ) -> tuple[Stream, Cache]:
-        """Runs some layers over a stream, which may have to be narrowed to the wanted tokens."""
+        self, call: Call, arrays: "Arrays", batch: Batch, run: LayerRun, at: tuple[Stream, bool]
+    ) -> Stream:
+        """Runs some layers over a stream, which may be narrowed to the wanted tokens."""
         (stream, is_narrow), part = at, run.part
         params = self._programs.params_of(run.first, run.last)
-        held, fixed = _taken(cache, part, params)
-        how = *run.traced, is_narrow
         mine = Stream(x=stream.x, own={i: stream.own[i] for i in part.reads}, late={})
-        args = held, fixed, _places(batch, part), mine
+        args = *arrays.of(part, params), _places(batch, part), mine
+        how = *run.traced, is_narrow
         wanted = Program(layers, (self._programs.kind, how), args, donate=(0,), n_known=2)
         given, written = call(wanted)
+        arrays.put(part, written)
         # Named by the layers that the program is traced for.
         own, late = (dict(zip(part.late, x.values(), strict=True)) for x in (given.own, given.late))
-        new = Stream(x=given.x, own={**stream.own, **own}, late={**stream.late, **late})
-        return new, _put(cache, part, written)
+        return Stream(x=given.x, own=stream.own | own, late=stream.late | late)
+
+
+class Arrays:
+    """The arrays of a cache during a step; those that a program was given are replaced by its."""
+
+    def __init__(self, cache: Cache):
+        """Takes a cache apart."""
+        self._cache, self.cells = cache, cache.cells
+        self._k, self._v = ([list(x) for x in of] for of in _columns(cache.stores))
+        self._labels = [list(x) for x in cache.labels or ()]
+        self._states = list(cache.states.tables) if cache.states else []
+        self._nan_scores = cache.nan_scores
+
+    def of(self, part: LayersPart, params: tuple) -> tuple[Cache, Fixed]:
+        """Arrays that some layers write, and what they read."""
+        own = list(zip(part.stores, part.own, strict=True))
+        lent = list(zip(part.stores, part.lent, strict=True))
+        has_labels, has_states = self._cache.labels is not None, self._cache.states is not None
+        held = Cache(
+            stores=self._stores(own),
+            cells=(),
+            states=StateStore(tables=_of(self._states, part.states)) if has_states else None,
+            labels=self._labels_of(own) if has_labels else None,
+            nan_scores=self._nan_scores if part.layout.scored else None,
+        )
+        labels = self._labels_of(lent) if has_labels else ()
+        cells = _of(self.cells, part.stores)
+        return held, Fixed(params=params, lent=self._stores(lent), labels=labels, cells=cells)
+
+    def put(self, part: LayersPart, new: Cache) -> None:
+        """Takes what some layers wrote."""
+        for i, mine, store in zip(part.stores, part.own, new.stores, strict=True):
+            _set(self._k[i], mine, store.k)
+            _set(self._v[i], mine, store.v)
+        for i, mine, of_store in zip(part.stores, part.own, new.labels or (), strict=False):
+            _set(self._labels[i], mine, of_store)
+        if new.states is not None:
+            _set(self._states, part.states, new.states.tables)
+        if new.nan_scores is not None:
+            self._nan_scores = new.nan_scores
+
+    def cache(self) -> Cache:
+        """The cache as it is."""
+        pairs = zip(self._k, self._v, strict=True)
+        states = StateStore(tables=tuple(self._states)) if self._cache.states else None
+        labels = tuple(map(tuple, self._labels)) if self._cache.labels is not None else None
+        return Cache(
+            stores=tuple(KVStore(k=tuple(k), v=tuple(v)) for k, v in pairs),
+            cells=self.cells,
+            states=states,
+            labels=labels,
+            nan_scores=self._nan_scores,
+        )
+
+    def _stores(self, which: Sequence[tuple[int, Sequence[int]]]) -> tuple[KVStore, ...]:
+        return tuple(KVStore(k=_of(self._k[i], x), v=_of(self._v[i], x)) for i, x in which)
+
+    def _labels_of(self, which: Sequence[tuple[int, Sequence[int]]]) -> tuple:
+        return tuple(_of(self._labels[i], x) for i, x in which)
+
+
+def _columns(stores: Sequence[KVStore]) -> tuple[list, list]:
+    return [x.k for x in stores], [x.v for x in stores]
 
 
 def _places(batch: Batch, part: LayersPart) -> Batch:
     """A batch as some groups see it."""
-    return dataclasses.replace(batch, places=tuple(batch.places[g] for g in part.groups))
-
-
-def _taken(cache: Cache, part: LayersPart, params: tuple) -> tuple[Cache, Fixed]:
-    """Arrays that some layers write, and those that they read, of a cache."""
-    pairs = list(zip(part.stores, part.own, part.lent, strict=True))
-    own = tuple(kv_store.part(cache.stores[i], mine) for i, mine, _ in pairs)
-    lent = tuple(kv_store.part(cache.stores[i], others) for i, _, others in pairs)
-    labels, of_lent = None, ()
-    if cache.labels is not None:
-        labels = tuple(_of(cache.labels[i], mine) for i, mine, _ in pairs)
-        of_lent = tuple(_of(cache.labels[i], others) for i, _, others in pairs)
-    states = cache.states and StateStore(tables=_of(cache.states.tables, part.states))
-    held = Cache(
-        stores=own,
-        cells=(),
-        states=states,
-        labels=labels,
-        nan_scores=cache.nan_scores if part.layout.scored else None,
-    )
-    cells = tuple(cache.cells[i] for i in part.stores)
-    return held, Fixed(params=params, lent=lent, labels=of_lent, cells=cells)
-
-
-def _put(cache: Cache, part: LayersPart, new: Cache) -> Cache:
-    """The cache with what some layers wrote."""
-    stores, labels = list(cache.stores), list(cache.labels or ())
-    for i, mine, store in zip(part.stores, part.own, new.stores, strict=True):
-        stores[i] = kv_store.with_part(stores[i], mine, store)
-    for i, mine, of_store in zip(part.stores, part.own, new.labels or (), strict=False):
-        labels[i] = _with(labels[i], mine, of_store)
-    states = cache.states
-    if states is not None and new.states is not None:
-        states = StateStore(tables=_with(states.tables, part.states, new.states.tables))
-    found = dataclasses.replace(cache, stores=tuple(stores), states=states)
-    if cache.labels is not None:
-        found = dataclasses.replace(found, labels=tuple(labels))
-    if new.nan_scores is not None:
-        found = dataclasses.replace(found, nan_scores=new.nan_scores)
-    return found
+    return dataclasses.replace(batch, places=_of(batch.places, part.groups))
 
 
 def _of(values: Sequence, which: Sequence[int]) -> tuple:
-    return tuple(values[i] for i in which)
+    return tuple([values[i] for i in which])
 
 
-def _with(values: Sequence, which: Sequence[int], new: Sequence) -> tuple:
-    found = list(values)
+def _set(values: list, which: Sequence[int], new: Sequence) -> None:
     for i, x in zip(which, new, strict=True):
-        found[i] = x
-    return tuple(found)
+        values[i] = x
 
 
 # --- what is compiled -----------------------------------------------------------------------------
