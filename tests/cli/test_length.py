@@ -140,14 +140,15 @@ def test_keep_counts_tokens_of_the_prompt(tiny, add_bos, keep, n_keep):
     ],
 )
 def test_a_session_brings_its_policy_where_no_flag_says_otherwise(
-    tiny, add_bos, words, said, wanted
+    tiny, add_bos, words, said, wanted, tmp_path
 ):
     text = tokenizer_from_gguf(
         {**open_gguf(tiny).metadata, "tokenizer.ggml.add_bos_token": add_bos}
     )
     ids = [text.bos_id if add_bos else 7, *range(19)]
     there = {"name": type(said).__name__, **dataclasses.asdict(said)}
-    before = options(*words, "--session", "a.kv")
+    (tmp_path / "a.kv").touch()  # a session that is not there says no policy
+    before = options(*words, "--session", str(tmp_path / "a.kv"))
     after = policy.follow_policy(before, there, ids, text)
     if wanted == ContextShift(n_keep=0):
         wanted = ContextShift(n_keep=int(add_bos))  # what is kept without a session
