@@ -38,7 +38,7 @@ def test_json_is_one_object_with_the_fields_of_the_issue(told):
     # The last token was drawn but not evaluated.
     assert told["cells_used"] == told["n_kv"] == told["n_prompt"] + 23
     assert (told["n_shift"], told["n_dropped"], told["n_defrag"]) == (0, 0, 0)
-    assert told["n_compiles"] == 3 and told["compile_s"] > 0
+    assert told["n_compiles"] == 8 and told["compile_s"] > 0
     assert told["prefill_tps"] == pytest.approx(told["n_prompt"] / told["prefill_s"])
     assert told["decode_tps"] == pytest.approx(23 / told["decode_s"])
     assert 10**7 < told["rss_bytes"] < 10**11
