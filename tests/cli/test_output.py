@@ -10,8 +10,8 @@ from kvrt.cli.process import output
 from kvrt.program.programs import Programs
 
 FIELDS = """model weights n_prompt tokens text finish_reason seed n_ctx n_kv cells_used n_shift
-    n_dropped n_defrag n_compiles n_from_disk compile_s attention type_k type_v prefill_s
-    decode_s prefill_tps decode_tps rss_bytes""".split()
+    n_dropped n_defrag programs n_compiles n_from_disk compile_s attention type_k type_v prefill_s
+    decode_s prefill_tps decode_tps rss_bytes approximate approximations""".split()
 
 
 @pytest.fixture(scope="module")
