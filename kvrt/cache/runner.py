@@ -27,7 +27,7 @@ MaybeBools = Bool[np.ndarray, " n"] | None
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ran:
-    """What a sequence sampled in one run, on the host.
+    """Tokens that a sequence sampled in one run, on the host.
 
     Attributes:
       tokens: all of them; the last one is not in the cache.
@@ -43,7 +43,7 @@ class Ran:
 
 
 def read_run(sampled: Sampled, sampler: Sampler) -> Ran:
-    """Fetches what one sequence sampled."""
+    """Fetches the tokens of a run of one sequence."""
     n = int(sampled.n_steps)  # sync: how far the run came, and the caller sees each token
     arrays = sampled.tokens, sampled.best_ids, sampled.best
     tokens, best_ids, best = (np.asarray(x)[:n, 0] for x in arrays)
@@ -76,7 +76,7 @@ class Runner:
     def commit(
         self, plan: SlotPlan, tokens: np.ndarray, pos: np.ndarray, stays: MaybeBools = None
     ) -> None:
-        """Adds tokens that a step has written: all of a plan, or those that stay of it.
+        """Adds the tokens of a step that has run: all of a plan, or some that stay.
 
         Of each sequence those are the first ones; `tokens` and `pos` are theirs alone.
         """

@@ -133,6 +133,7 @@ def decode_many(
     Returns:
       What was sampled, the cache after Sampled.n_steps steps, and the sampler.
     """
+    plan = jax.tree.map(jnp.asarray, plan)
     m, s = plan.shape
     sampled = Sampled(
         n_steps=jnp.int32(0),
@@ -151,8 +152,6 @@ def decode_many(
 
     def more(c: _Carry) -> Array:
         return (c.step < plan.n_steps) & ~jnp.all(c.ended)
-
-    plan = jax.tree.map(jnp.asarray, plan)
 
     def body(c: _Carry) -> _Carry:
         return _one(model, c, plan, spec, n_best)
@@ -177,7 +176,7 @@ def batch_of(plan: LoopPlan, step: Any, tokens: AnyArray) -> Batch:
 def sampled_once(
     n_best: int, logits: Float[Array, "S V"], sampler: sample.Sampler
 ) -> tuple[Sampled, sample.Sampler]:
-    """What one step samples, and the sampler after it."""
+    """Samples a token of each sequence; they come as a run of one step, with the sampler after."""
     tokens, sampler = sample.sample_tokens(logits, sampler)
     ids, best = sample.log_probs(logits, n_best)
     found = Sampled(n_steps=jnp.int32(1), tokens=tokens[None], best_ids=ids[None], best=best[None])
@@ -195,7 +194,7 @@ def _one(model: Any, c: _Carry, plan: LoopPlan, spec: StepSpec, n_best: int) -> 
         best=c.sampled.best.at[c.step].set(new.best[0], mode="drop"),
     )
     token = new.tokens[0]
-    stops = jnp.any(token[:, None] == jnp.asarray(plan.stop_ids)[None], axis=1)
+    stops = jnp.any(token[:, None] == plan.stop_ids[None], axis=1)
     return _Carry(
         step=c.step + 1,
         token=token,

@@ -127,10 +127,8 @@ class Device:
         shapes = tuple([x.shape for x in jax.tree.leaves(batch)])
         if shapes not in self._compiled:
             # All of them, before the first one runs.
-            self.programs.compile_all(lambda begin: self._rows_ahead(begin, batch), _nothing)
-            self._compiled[shapes] = self.programs.in_order(
-                lambda begin: self._rows_ahead(begin, batch)
-            )
+            made = self.programs.compile_all(lambda begin: self._rows_ahead(begin, batch))
+            self._compiled[shapes] = made
         arrays, run = Arrays(self.cache), self.programs.run
         if self._place is None:
             following = iter(self._compiled[shapes])
@@ -429,11 +427,7 @@ def dispatched(model: Decoder, config: CacheConfig, *, is_divided: bool) -> tupl
     return "by_layer", "a CPU compiles longer than it dispatches"
 
 
-def _nothing(_: Any) -> None:
-    pass
-
-
-# --- what is compiled -----------------------------------------------------------------------------
+# --- programs ----------------------------------------------------------------------------------
 
 
 def forward(kind: ModelKind, params: tuple, cache: Cache, batch: Batch) -> tuple[Array, Cache]:

@@ -40,7 +40,7 @@ class Layout:
     @property
     def n_layers(self) -> int:
         """Layers that a model runs, one behind the other; those of index keys are not run."""
-        n = len(self.recurrent.layers) if self.recurrent else 0
+        n = len(self.recurrent_layers)
         n_index = sum(len(group.indexed.keys_of) for group in self.groups if group.indexed)
         return n + sum(len(group.all_layers) for group in self.groups) - n_index
 
@@ -50,11 +50,20 @@ class Layout:
         return self.scored[0].slots[0].policy if self.scored else None
 
     @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """Layers that keep a state."""
+        return self.recurrent.layers if self.recurrent else ()
+
+    @property
+    def exit_layer(self) -> int:
+        """The first layer from which on none keeps anything; all layers where there is none."""
+        own = [x for g in self.groups for x in g.layers]
+        return min(max((*own, *self.recurrent_layers)) + 1, self.n_layers)
+
+    @property
     def skips_unwanted(self) -> bool:
         """Whether the last layers only read what others keep, and have no work without logits."""
-        own = [x for g in self.groups for x in g.layers]
-        own += self.recurrent.layers if self.recurrent else ()
-        return any(x > max(own) for g in self.groups for x, _ in g.kv_of)
+        return self.exit_layer < self.n_layers
 
     @property
     def stored(self) -> list[tuple[GroupSpec, StoreSpec]]:

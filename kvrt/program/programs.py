@@ -269,7 +269,9 @@ class Programs:
             self._digest = hashed.hexdigest()
         return self._digest
 
-    def compile_all(self, now: Wanted, later: Wanted, progress: CompileProgress | None = None):
+    def compile_all(
+        self, now: Wanted, later: Wanted | None = None, progress: CompileProgress | None = None
+    ) -> list[jax.stages.Compiled]:
         """Compiles programs, those for `later` in the background; what calls one waits for it.
 
         Tracing holds the interpreter and compiling does not, so each is traced while those before
@@ -281,6 +283,9 @@ class Programs:
           later: names programs that may come after it.
           progress: called at the beginning and after each of `now`, in this thread; counts those
             for `later` as well.
+
+        Returns:
+          The programs of `now`, in the order in which they were named.
         """
         start, worker, wanted = time.perf_counter(), ThreadPoolExecutor(1), list[ProgramKey]()
 
@@ -293,14 +298,17 @@ class Programs:
             return self._outputs[key]
 
         now(begin)
-        awaited = list(dict.fromkeys(wanted))
-        later(begin)
+        named = list(wanted)
+        if later:
+            later(begin)
         worker.shutdown(wait=False)
         n_all = len(self._compiled) + len(self._pending)
         if progress:
             progress(len(self._compiled), n_all, self.n_from_disk)
-        self._await([x for x in awaited if x not in self._compiled], n_all, progress)
+        awaited = [x for x in dict.fromkeys(named) if x not in self._compiled]
+        self._await(awaited, n_all, progress)
         self.compile_s += time.perf_counter() - start
+        return [self._compiled[x] for x in named]
 
     @property
     def n_pending(self) -> int:
@@ -315,18 +323,6 @@ class Programs:
         self._await([*self._pending], n_all, progress)
         self.compile_s += time.perf_counter() - start
 
-    def in_order(self, wanted: Wanted) -> list[jax.stages.Compiled]:
-        """Programs that are there, as they are named, see `compile_all`."""
-        found: list[jax.stages.Compiled] = []
-
-        def there(program: Program) -> Any:
-            key = program.key
-            found.append(self._compiled[key])
-            return self._outputs[key]
-
-        wanted(there)
-        return found
-
     def run(self, program: Program) -> Any:
         """Results of a program, which is compiled when it is first run."""
         if self._place:
@@ -334,8 +330,7 @@ class Programs:
         key = program.key
         compiled = self._compiled.get(key)
         if compiled is None:
-            self.compile_all(lambda begin: begin(program), lambda _: None)
-            compiled = self._compiled[key]
+            (compiled,) = self.compile_all(lambda begin: begin(program))
         return compiled(*program.args)
 
     @property

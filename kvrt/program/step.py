@@ -144,7 +144,7 @@ def allocate(spec: StepSpec, make: Callable[[Callable[[], Cache]], Cache]) -> Ca
 def create(spec: StepSpec) -> Cache:
     """An empty cache: zeroed keys, values and states, empty cells."""
     layout, n_seq_max = spec.layout, spec.config.n_seq_max
-    plan = label_plan(layout, spec.config)
+    plan = _label_plan(spec)
     return Cache(
         stores=tuple(kv_store.create(s) for s in layout.stores),
         cells=tuple(on_device(create_cells(s.extent.n_cells, n_seq_max)) for s in layout.stores),
@@ -177,12 +177,17 @@ def step(
     """As `forward`, with any function in the model's place; only layers that it calls write."""
     cache = dataclasses.replace(cache, cells=vacated(cache.cells, batch, spec))
     attention = opened(cache, batch, spec)
-    tokens = jnp.asarray(batch.tokens)
-    result = run(spec.shards.constrain(tokens, None) if spec.shards else tokens, attention)
+    result = run(step_tokens(batch, spec), attention)
     cells = place_step(cache.cells, batch, spec, attention.kept)
     done = _last_of(result, attention)
     after = write_step(dataclasses.replace(cache, cells=cells), attention, batch, spec, done)
     return result, after
+
+
+def step_tokens(batch: Batch, spec: StepSpec) -> Int32[Array, " T"]:
+    """The tokens of a batch, whole on each device of a mesh."""
+    tokens = jnp.asarray(batch.tokens)
+    return spec.shards.constrain(tokens, None) if spec.shards else tokens
 
 
 def vacated(cells: Sequence[Cells], batch: Batch, spec: StepSpec) -> tuple[Cells, ...]:
@@ -212,11 +217,11 @@ def opened(cache: Cache, batch: Batch, spec: StepSpec) -> StepAttention:
     views = [_views(layout.stores[i], cache.cells[i], batch, places) for i, _, places in groups]
     if shards:
         views = [[view.shard_view(shards, x) for x in of_group] for of_group in views]
-    recurrent_layers = layout.recurrent.layers if layout.recurrent else ()
-    held = dict(zip(recurrent_layers, cache.states.tables if cache.states else (), strict=True))
+    tables = cache.states.tables if cache.states else ()
+    held = dict(zip(_state_layers(layout), tables, strict=True))
     parts = [kv_store.part(cache.stores[i], buffers) for i, buffers, _ in groups]
     attention = step_attention(parts, views, layout.groups, spec.config, held, batch.states)
-    plan = label_plan(layout, spec.config) if spec.config.select else None
+    plan = _label_plan(spec)
     if plan is not None:
         attention.read_sparsely(_by_layer(plan, cache.labels or ()), plan.select)
     if layout.scored:
@@ -251,15 +256,24 @@ def write_step(
             write = functools.partial(sharded.write_kv, shards) if shards else kv_store.write_kv
             part = write(kv_store.part(stores[i], mine), _after(done, slots), *new)
             stores[i] = kv_store.with_part(stores[i], mine, part)
-    recurrent_layers = layout.recurrent.layers if layout.recurrent else ()
-    advanced = tuple(attention.states[i] for i in recurrent_layers)
+    advanced = tuple(attention.states[i] for i in _state_layers(layout))
     states = cache.states and recurrent.StateStore(tables=advanced)
     after = dataclasses.replace(cache, stores=tuple(stores), states=states)
     if isinstance(attention, ScoredStep):
         n_nan = jnp.asarray(cache.nan_scores) + attention.n_nan_scores
         after = dataclasses.replace(after, nan_scores=n_nan)
-    plan = label_plan(layout, spec.config) if spec.config.select else None
+    plan = _label_plan(spec)
     return after if plan is None else _labelled(plan, after, batch, spec)
+
+
+def _label_plan(spec: StepSpec) -> LabelPlan | None:
+    """Which arrays have labels; a step without any enters nothing of theirs."""
+    return label_plan(spec.layout, spec.config) if spec.config.select else None
+
+
+def _state_layers(layout: Layout) -> tuple[int, ...]:
+    # As `Layout.recurrent_layers`, without entering another file while a step is traced.
+    return layout.recurrent.layers if layout.recurrent else ()
 
 
 def _labelled(plan: LabelPlan, cache: Cache, batch: Batch, spec: StepSpec) -> Cache:

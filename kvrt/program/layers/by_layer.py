@@ -16,7 +16,7 @@ from kvrt.attention.contract import KindedDecoder
 from kvrt.cells import Cells
 from kvrt.program import step
 from kvrt.program.batch import Batch
-from kvrt.program.layers.runs import LayerRun, LayersPart, exit_layer, layer_runs, layers_part
+from kvrt.program.layers.runs import LayerRun, LayersPart, layer_runs, layers_part
 from kvrt.program.programs import ModelKind, Program, Programs
 from kvrt.program.step import Cache, StepSpec
 from kvrt.store import kv as kv_store
@@ -45,12 +45,20 @@ class Stream:
 
 
 class Fixed(NamedTuple):
-    """What a run only reads: its weights, arrays of earlier layers, and cells by store."""
+    """Arrays that a run only reads: its weights, those of earlier layers, and cells by store."""
 
     params: tuple
     lent: tuple[KVStore, ...]
     labels: tuple
     cells: tuple[Cells, ...]
+
+
+class TracedLayers(NamedTuple):
+    """Layers [first, last) of a program, and whether they run over `batch.out_ids` alone."""
+
+    first: int
+    last: int
+    is_narrow: bool
 
 
 class StepByLayer:
@@ -62,7 +70,7 @@ class StepByLayer:
         assert params is not None, "the model does not tell its layers apart"
         layout, select = programs.spec.layout, programs.spec.config.select
         self.runs = layer_runs(layout, params.kinds, select, n_each)
-        self._exit = exit_layer(layout)
+        self._exit = layout.exit_layer
         late = [x for run in self.runs for x in run.part.late]
         self._late = [(x, layers_part(layout, x, x + 1)) for x in late]
 
@@ -90,7 +98,7 @@ class StepByLayer:
             if is_narrow and run.first == self._exit:
                 x = call(Program(take_rows, (), (stream.x, batch.out_ids)))
                 stream = dataclasses.replace(stream, x=x)
-            stream = self._layers(call, arrays, batch, run, (stream, is_narrow))
+            stream = self._layers(call, arrays, batch, run, stream, is_narrow=is_narrow)
         for layer, part in self._late:
             args = *arrays.of(part, ()), _places(batch, part), stream.late[layer]
             arrays.put(part, call(Program(write_late, (kind, layer), args, donate=(0,), n_known=2)))
@@ -100,14 +108,21 @@ class StepByLayer:
         return rows
 
     def _layers(
-        self, call: Call, arrays: "Arrays", batch: Batch, run: LayerRun, at: tuple[Stream, bool]
+        self,
+        call: Call,
+        arrays: "Arrays",
+        batch: Batch,
+        run: LayerRun,
+        stream: Stream,
+        *,
+        is_narrow: bool,
     ) -> Stream:
         """Runs some layers over a stream, which may be narrowed to the wanted tokens."""
-        (stream, is_narrow), part = at, run.part
+        part = run.part
         params = self._programs.params_of(run.first, run.last)
         mine = Stream(x=stream.x, own={i: stream.own[i] for i in part.reads}, late={})
         args = *arrays.of(part, params), _places(batch, part), mine
-        how = *run.traced, is_narrow
+        how = TracedLayers(*run.traced, is_narrow)
         wanted = Program(layers, (self._programs.kind, how), args, donate=(0,), n_known=2)
         given, written = call(wanted)
         arrays.put(part, written)
@@ -117,18 +132,19 @@ class StepByLayer:
 
 
 class Arrays:
-    """The arrays of a cache during a step; those that a program was given are replaced by its."""
+    """A cache's arrays during a step; results of a program replace the arrays that it was given."""
 
     def __init__(self, cache: Cache):
         """Takes a cache apart."""
         self._cache, self.cells = cache, cache.cells
-        self._k, self._v = ([list(x) for x in of] for of in _columns(cache.stores))
+        self._k = [list(x.k) for x in cache.stores]
+        self._v = [list(x.v) for x in cache.stores]
         self._labels = [list(x) for x in cache.labels or ()]
         self._states = list(cache.states.tables) if cache.states else []
         self._nan_scores = cache.nan_scores
 
     def of(self, part: LayersPart, params: tuple) -> tuple[Cache, Fixed]:
-        """Arrays that some layers write, and what they read."""
+        """Arrays that some layers write, and arrays that they only read."""
         own = list(zip(part.stores, part.own, strict=True))
         lent = list(zip(part.stores, part.lent, strict=True))
         has_labels, has_states = self._cache.labels is not None, self._cache.states is not None
@@ -175,10 +191,6 @@ class Arrays:
         return tuple(_of(self._labels[i], x) for i, x in which)
 
 
-def _columns(stores: Sequence[KVStore]) -> tuple[list, list]:
-    return [x.k for x in stores], [x.v for x in stores]
-
-
 def _places(batch: Batch, part: LayersPart) -> Batch:
     """A batch as some groups see it."""
     return dataclasses.replace(batch, places=_of(batch.places, part.groups))
@@ -193,21 +205,20 @@ def _set(values: list, which: Sequence[int], new: Sequence) -> None:
         values[i] = x
 
 
-# --- what is compiled -----------------------------------------------------------------------------
+# --- programs ----------------------------------------------------------------------------------
 
 
 def embed_step(
     kind: ModelKind, cells: tuple[Cells, ...], rest: tuple, batch: Batch
 ) -> tuple[Float[Array, "T E"], tuple[Cells, ...], Batch]:
     """The residual stream before the first layer; cells and batch for what follows."""
-    tokens, shards = jnp.asarray(batch.tokens), kind.spec.shards
-    x = kind.outer(rest).embed(shards.constrain(tokens, None) if shards else tokens)
+    x = kind.outer(rest).embed(step.step_tokens(batch, kind.spec))
     return x, step.vacated(cells, batch, kind.spec), batch
 
 
 def layers(
     kind: ModelKind,
-    how: tuple[int, int, bool],
+    how: TracedLayers,
     held: Cache,
     fixed: Fixed,
     batch: Batch,
@@ -217,7 +228,7 @@ def layers(
 
     Args:
       kind: of the model and the cache.
-      how: first, last, and whether the layers run over `batch.out_ids` alone.
+      how: which layers.
       held: arrays that they write; donated.
       fixed: what they read.
       batch: the step's tokens, with places of the groups that the layers are of.
@@ -226,14 +237,14 @@ def layers(
     Returns:
       What these layers give others, and their arrays.
     """
-    first, last, is_narrow = how
-    part = layers_part(kind.spec.layout, first, last)
+    part = layers_part(kind.spec.layout, how.first, how.last)
     spec = dataclasses.replace(kind.spec, layout=part.layout)
     cache = _joined(held, fixed)
     attention = step.opened(cache, batch, spec)
     attention.own.update(stream.own)
-    attend = attention.for_tokens(jnp.asarray(batch.out_ids)) if is_narrow else attention
-    x = kind.inner(fixed.params, range(first, last)).layers(stream.x, attend, first, last)
+    attend = attention.for_tokens(jnp.asarray(batch.out_ids)) if how.is_narrow else attention
+    model = kind.inner(fixed.params, range(how.first, how.last))
+    x = model.layers(stream.x, attend, how.first, how.last)
     late = {i: (attention.k_new.pop(i), attention.v_new.pop(i)) for i in part.late}
     own = {i: attention.own[i] for i in part.late}
     written = _written(cache, attention, batch, spec, x)

@@ -107,8 +107,8 @@ def _group_part(
 ) -> tuple[GroupSpec, tuple[int, ...]] | None:
     """A group of some of its layers and those that they read; and which write themselves."""
     group = layout.groups[g]
-    keys = {index for of in layout.groups if of.indexed for x, index in of.indexed.keys_of
-            if first <= x < last}  # fmt: skip
+    indexers = [of.indexed for of in layout.groups if of.indexed]
+    keys = {index for of in indexers for x, index in of.keys_of if first <= x < last}
     mine = tuple(x for x in group.layers if first <= x < last or x in keys)
     readers = tuple((x, read) for x, read in group.kv_of if first <= x < last)
     layers = tuple(sorted({*mine, *(read for _, read in readers)}))
@@ -126,8 +126,7 @@ def _buffer(layout: Layout, g: int, layer: int) -> int:
 
 
 def _states(layout: Layout, first: int, last: int) -> tuple[int, ...]:
-    layers = layout.recurrent.layers if layout.recurrent else ()
-    return tuple(i for i, x in enumerate(layers) if first <= x < last)
+    return tuple(i for i, x in enumerate(layout.recurrent_layers) if first <= x < last)
 
 
 def _recurrent(spec: RecurrentSpec | None, states: tuple[int, ...]) -> RecurrentSpec | None:
@@ -158,7 +157,7 @@ def layer_runs(
       select: how decode reads sparsely.
       n_each: layers of a run; None is what makes the sum of compiled layers and of runs least.
     """
-    end = exit_layer(layout)
+    end = layout.exit_layer
 
     def made(n: int) -> tuple[LayerRun, ...]:
         cuts = [*range(0, end, n), *range(end, len(kinds), n), len(kinds)]
@@ -177,15 +176,6 @@ def layer_runs(
     if n_each is not None:
         return made(n_each)
     return min((made(n) for n in _lengths(len(kinds))), key=cost)
-
-
-def exit_layer(layout: Layout) -> int:
-    """The first layer from which on none keeps anything; all layers where there is none."""
-    if not layout.skips_unwanted:
-        return layout.n_layers
-    own = [x for g in layout.groups for x in g.layers]
-    own += layout.recurrent.layers if layout.recurrent else ()
-    return max(x for x in own if x < layout.n_layers) + 1
 
 
 def _lengths(n_layers: int) -> Iterable[int]:
