@@ -259,6 +259,15 @@ def test_a_model_that_does_not_tell_its_layers_apart_runs_whole_and_says_why():
     assert runtime.config.programs == "whole"
     assert "does not tell its layers apart by kind" in runtime.stats().programs
 
+    class Fewer(Kinded):
+        def layer_kinds(self):
+            return super().layer_kinds()[1:]
+
+    with pytest.raises(
+        BadConfig, match=r"layer_kinds\(\) has 1 layers, and groups .* have 2; name"
+    ):
+        Runtime(Fewer(n_layers=2), config)
+
     class Otherwise(Kinded):
         def layers(self, x, attend, first, last):
             return super().layers(x, attend, first, last) * 2

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from kvrt.arrays import Array, Float, Int32, state
 from kvrt.attention.contract import KindedDecoder
 from kvrt.cells import Cells
+from kvrt.errors import BadConfig
 from kvrt.program import step
 from kvrt.program.batch import Batch
 from kvrt.program.layers.runs import LayerRun, LayersPart, layer_runs, layers_part
@@ -65,10 +66,19 @@ class StepByLayer:
     """The programs of a step, and how they follow one another."""
 
     def __init__(self, programs: Programs, n_each: int | None = None):
-        """Divides the layers into runs, see `layer_runs`; compiles nothing."""
+        """Divides the layers into runs, see `layer_runs`; compiles nothing.
+
+        Raises:
+          BadConfig: the model tells of more or fewer layers than its groups have.
+        """
         self._programs, params = programs, programs.kind.layers
         assert params is not None, "the model does not tell its layers apart"
         layout, select = programs.spec.layout, programs.spec.config.select
+        if len(params.kinds) != layout.n_layers:
+            raise BadConfig(
+                f"layer_kinds() has {len(params.kinds)} layers, and groups and recurrent have "
+                f"{layout.n_layers}; name each layer once, or run it with programs='whole'"
+            )
         self.runs = layer_runs(layout, params.kinds, select, n_each)
         self._exit = layout.exit_layer
         late = [x for run in self.runs for x in run.part.late]
