@@ -124,7 +124,6 @@ class Bench:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            preexec_fn=_hear,
         )
         return process, log
 
@@ -381,8 +380,3 @@ def _results(path: Path) -> dict[str, list[int]]:
     assert len({x["id"] for x in found}) == len(found), "a request twice"
     return {x["id"]: x["tokens"] for x in found}
 
-
-def _hear() -> None:
-    """Signals as a shell leaves them, whatever this process ignores."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)

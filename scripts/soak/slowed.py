@@ -7,6 +7,7 @@ A line of the log is a time, what was done, and how much of it is done by then.
 
 import functools
 import os
+import signal
 import sys
 import time
 
@@ -31,7 +32,9 @@ class Log:
 
 
 def main() -> None:
-    """Runs the command as `kvrt.__main__` does."""
+    """Runs the command as `kvrt.__main__` does, with signals as a shell leaves them."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
     interrupt.end_at_once()
     log = Log(sys.argv[1])
     sys.argv[1:] = sys.argv[2:]
