@@ -23,9 +23,7 @@ def serve(engine, asked):
     return tokens, cached, logits
 
 
-@pytest.mark.parametrize(
-    ("n_tokens", "n_ubatch"), [full(900, 96), (600, 576)]
-)
+@pytest.mark.parametrize(("n_tokens", "n_ubatch"), [full(900, 96), (600, 576)])
 def test_gemma_in_blocks_is_gemma_in_cells_when_its_windows_slide(n_tokens, n_ubatch):
     """To the bit, in steps that its windows of 512 are no multiple of, or longer than these."""
     decoder = load("gemma3-270m").decoder
