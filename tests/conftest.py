@@ -43,7 +43,7 @@ def pytest_addoption(parser):
         "--programs",
         metavar="FOLDER",
         help="keep compiled programs there (write --programs=FOLDER): what one process compiles no "
-        "other has to, in this run or the next; those of commands have a folder of their own",
+        "other has to, in this run or the next",
     )
     parser.addoption(
         "--full",
@@ -193,10 +193,10 @@ _KEPT = (
 
 @pytest.fixture(scope="module", autouse=True)
 def _kept_programs(request, _quick_compiles):
-    """Programs of --programs; those of a command in this process are for its own module alone.
+    """Programs of --programs, but for modules with ALONE, and commands in this process.
 
-    Modules of commands and those with ALONE find none. JAX's key of a program does not say whether
-    it was optimised, so both kinds have folders of their own.
+    Those keep programs in the cache folder of commands, see cli/conftest.py. JAX's key of a program
+    does not say whether it was optimised, so both kinds have folders of their own.
     """
     before = {name: getattr(jax.config, name) for name in _KEPT}
     folder = request.config.getoption("--programs")
