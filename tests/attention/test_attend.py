@@ -30,9 +30,7 @@ def draw(rng, n_tokens, groups, dtype=np.float32):
     pos[used] = rng.integers(0, 12, used.sum())
     seqs[used, 0] = rng.integers(1, 4, used.sum())
     rows = [rng.standard_normal(s).astype(dtype) for s in ((N, H, D, B), (N, H, B, D))]
-    q, k, v = (
-        rng.standard_normal((n_tokens, h, D)).astype(np.float32) for h in (H * groups, H, H)
-    )
+    q, k, v = (rng.standard_normal((n_tokens, h, D)).astype(np.float32) for h in (H * groups, H, H))
     view = BlockView(
         pos=rng.integers(6, 14, n_tokens, np.int32),
         bits=rng.integers(1, 3, (n_tokens, 1), np.uint32),
