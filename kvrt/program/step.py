@@ -121,7 +121,6 @@ def allocate(spec: StepSpec, make: Callable[[Callable[[], Cache]], Cache]) -> Ca
     Raises:
       BadConfig: memory is lacking for it.
     """
-
     try:
         return make(lambda: create(spec))
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
