@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -25,6 +24,8 @@ from kvrt.serving.cache.prefixes import N_KEPT
 from kvrt.sizes import rounded_up
 from tests.toys import HybridLm, ToyLm
 
+pytestmark = pytest.mark.usefixtures("zeros_of_numpy")
+
 WINDOW, CHUNK = MaskSpec(kind="window", size=24), MaskSpec(kind="chunked", size=16)
 MODELS = {
     "full": lambda: ToyLm(),
@@ -42,15 +43,6 @@ CONFIGS = {
     "many": CacheConfig(n_ctx=512, block_size=16, n_ubatch=16, n_seq_max=40, n_rs_seq=3),
     "whole": CacheConfig(n_ctx=300, block_size=16, n_ubatch=32, n_seq_max=3, swa_full=True),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _zeros_of_numpy():
-    """Arrays are counted here and never read, so that their zeros need no program a shape."""
-    with pytest.MonkeyPatch.context() as patch:
-        put = lambda shape, dtype=np.float32: jax.device_put(np.zeros(shape, dtype))  # noqa: E731
-        patch.setattr(jnp, "zeros", put)
-        yield
 
 
 def n_bytes(tree) -> int:
