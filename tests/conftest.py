@@ -93,6 +93,7 @@ def pytest_collection():
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(50_000, 20, 20)  # traces make objects by the million, and few circles
         gc.enable()
 
 
@@ -181,6 +182,18 @@ def numpy_device():
     from tests.numpy_device.device import installed  # late: the hook has to see its imports
 
     with installed():
+        yield
+
+
+@pytest.fixture(scope="module")
+def zeros_of_numpy():
+    """For caches that are made and counted, and hardly used: their zeros need no programs."""
+
+    def zeros(shape, dtype=np.float32):
+        return jax.device_put(np.zeros(shape, dtype))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.numpy, "zeros", zeros)
         yield
 
 

@@ -20,6 +20,8 @@ from kvrt.serving.engine import Engine
 from kvrt.serving.scheduling.step_plan import Rules
 from kvrt_models import load
 
+pytestmark = pytest.mark.usefixtures("zeros_of_numpy")
+
 
 @pytest.fixture
 def fit(kvrt, tiny):
