@@ -31,7 +31,7 @@ from kvrt.program.programs import layer_params
 from kvrt.serving.config import EngineConfig
 from kvrt_models.load import load
 from tests.marks import slow
-from tests.matrix.plainmodel import PartedModel
+from tests.matrix.plainmodel import PlainModel
 
 FOLDERS = sorted(p.parent for p in Path(__file__).parents[1].glob("golden/hf/*/config.json"))
 QUICK = ("bamba", "gemma3n", "deepseek-v32")
@@ -46,13 +46,6 @@ class Kinded(ToyLm):
     def layer_kinds(self):
         masks = {i: g.mask for g in self.groups for i in g.layers}
         return [(masks[i], ("qkv", i)) for i in range(self.n_layers)]
-
-
-class KindedParts(PartedModel):
-    """Layers without weights of their own."""
-
-    def layer_kinds(self):
-        return [(i, ("none", i)) for i in range(self.n_layers)]
 
 
 def both(model, **options):
@@ -115,7 +108,7 @@ def test_both_ways_give_the_same(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", ["produced", "shared", "latent", "indexed", "full+chunked"])
 def test_layers_that_read_others_do_so_across_programs(layers):
-    whole, by_layer = both(KindedParts(layers), type_k="f32", type_v="f32")
+    whole, by_layer = both(PlainModel(layers, has_front=True), type_k="f32", type_v="f32")
     device = by_layer._cache.device
     device._by_layer = StepByLayer(device.programs, n_each=1)
     alike(whole, by_layer)
