@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from toys import ToyLm
 
 from kvrt import (
     CacheConfig,
@@ -32,20 +31,13 @@ from kvrt.serving.config import EngineConfig
 from kvrt_models.load import load
 from tests.marks import slow
 from tests.matrix.plainmodel import PlainModel
+from tests.toys import KindedLm, ToyLm
 
 FOLDERS = sorted(p.parent for p in Path(__file__).parents[1].glob("golden/hf/*/config.json"))
 QUICK = ("bamba", "gemma3n", "deepseek-v32")
 MIXED = (*QUICK, "gemma4-experts", "qwen3-next-experts", "kimi-linear", "jamba-experts", "llama4")
 TEXT = np.random.default_rng(0).integers(0, 32, 70).tolist()
 WINDOW = MaskSpec(kind="window", size=9)
-
-
-class Kinded(ToyLm):
-    """Layers of one mask are alike."""
-
-    def layer_kinds(self):
-        masks = {i: g.mask for g in self.groups for i in g.layers}
-        return [(masks[i], ("qkv", i)) for i in range(self.n_layers)]
 
 
 def both(model, **options):
@@ -102,7 +94,7 @@ QUICK_CASES = ("channels",)
 def test_both_ways_give_the_same(name):
     options = dict(CASES[name])
     masks = options.pop("masks", None)
-    alike(*both(Kinded(n_vocab=32, n_layers=4, masks=masks), **options), tolerance=1e-4)
+    alike(*both(KindedLm(n_vocab=32, n_layers=4, masks=masks), **options), tolerance=1e-4)
 
 
 @pytest.mark.slow
@@ -189,7 +181,7 @@ def test_an_engine_gives_the_same(mode):
     found = []
     for programs in ("whole", "by_layer"):
         config = CacheConfig(n_ctx=96, n_seq_max=3, block_size=8, n_ubatch=16, programs=programs)
-        model = Kinded(n_vocab=32, n_layers=4, masks=(WINDOW, MaskSpec()) * 2)
+        model = KindedLm(n_vocab=32, n_layers=4, masks=(WINDOW, MaskSpec()) * 2)
         engine, texts = Engine(model, config, EngineConfig(mode=mode)), {}
         for i in range(4):
             engine.add_request(Request(id=str(i), tokens=tuple(TEXT[i : 20 + i]), n_predict=12))
@@ -223,7 +215,7 @@ def test_runs_weigh_what_is_compiled_against_dispatches(masks, wanted):
 
 
 def test_equal_layers_have_one_program():
-    runtime = both(Kinded(n_vocab=32, n_layers=9))[1]
+    runtime = both(KindedLm(n_vocab=32, n_layers=9))[1]
     runtime.append(TEXT[:5])
     names = [key.name for key in runtime.programs.compiled()]
     assert sorted(names) == ["embed_step", "finish_step", "head", "layers"]
@@ -234,7 +226,7 @@ def test_equal_layers_have_one_program():
 
 
 def test_no_program_of_some_layers_copies_their_arrays():
-    runtime = both(Kinded(n_vocab=32, n_layers=4), n_ctx=2048, n_ubatch=1)[1]
+    runtime = both(KindedLm(n_vocab=32, n_layers=4), n_ctx=2048, n_ubatch=1)[1]
     runtime.append([1])
     layer = sum(x.nbytes for x in jax.tree.leaves(runtime.cache.stores)) // 4
     for key, program in runtime.programs.compiled().items():
@@ -252,7 +244,7 @@ def test_a_model_that_does_not_tell_its_layers_apart_runs_whole_and_says_why():
     assert runtime.config.programs == "whole"
     assert "does not tell its layers apart by kind" in runtime.stats().programs
 
-    class Fewer(Kinded):
+    class Fewer(KindedLm):
         def layer_kinds(self):
             return super().layer_kinds()[1:]
 
@@ -261,7 +253,7 @@ def test_a_model_that_does_not_tell_its_layers_apart_runs_whole_and_says_why():
     ):
         Runtime(Fewer(n_layers=2), config)
 
-    class Otherwise(Kinded):
+    class Otherwise(KindedLm):
         def layers(self, x, attend, first, last):
             return super().layers(x, attend, first, last) * 2
 
