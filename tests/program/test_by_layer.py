@@ -117,7 +117,7 @@ def test_both_ways_give_the_same(name):
 def test_layers_that_read_others_do_so_across_programs(layers):
     whole, by_layer = both(KindedParts(layers), type_k="f32", type_v="f32")
     device = by_layer._cache.device
-    device._by_layer = StepByLayer(device.programs, n_each=1)
+    device.by_layer = StepByLayer(device.programs, n_each=1)
     alike(whole, by_layer)
 
 
@@ -234,7 +234,7 @@ def test_equal_layers_have_one_program():
     runtime.append(TEXT[:5])
     names = [key.name for key in runtime.programs.compiled()]
     assert sorted(names) == ["embed_step", "finish_step", "head", "layers"]
-    runs = runtime._cache.device._by_layer.runs
+    runs = runtime._cache.device.by_layer.runs
     assert len(runs) == 3 and {x.like for x in runs} == {0}
     for a, b in itertools.pairwise(runs):
         assert a.last == b.first
