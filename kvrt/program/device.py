@@ -129,17 +129,15 @@ class Device:
     def _rows(self, batch: Batch) -> Array:
         """The residual stream behind the last layer, of tokens whose logits are wanted."""
         assert self.by_layer is not None
-        rows = self.by_layer.rows
-        return self.in_order((), batch, lambda arrays: rows(arrays, batch))
+        return self.in_order((), batch, self.by_layer.rows)
 
-    def in_order(self, what: tuple, args: Any, walk: Callable[[Arrays], Any]) -> Any:
+    def in_order(self, what: tuple, args: Any, walk: Callable[[Arrays, Any], Any]) -> Any:
         """Runs programs that follow one another, when all of them are compiled.
 
         Args:
-          what: tells walks of equal shapes apart; those that call the same programs may be equal.
-          args: what the shapes follow from.
-          walk: calls the programs by `Arrays.call` and puts their results there; with one that only
-            begins them as well.
+          what: tells walks apart whose `args` have equal shapes.
+          args: of the walk; which programs it calls follows from their shapes and `what`.
+          walk: calls programs by `Arrays.call`, also where that only begins them.
 
         Returns:
           What the walk gives.
@@ -147,7 +145,7 @@ class Device:
         key = *what, *[x.shape for x in jax.tree.leaves(args)]
         if key not in self._compiled:
             # All of them, before the first one runs.
-            made = self.programs.compile_all(lambda begin: walk(Arrays(self.cache, begin)))
+            made = self.programs.compile_all(lambda begin: walk(Arrays(self.cache, begin), args))
             self._compiled[key] = made
         run = self.programs.run
         if self._place is None:
@@ -158,7 +156,7 @@ class Device:
 
         arrays = Arrays(self.cache, run)
         try:
-            return walk(arrays)
+            return walk(arrays, args)
         finally:
             self.cache = arrays.cache()
 
@@ -225,7 +223,7 @@ class Device:
             wanted = round_program(self.programs, self.cache, step, how)
             verified, self.cache = self.programs.run(wanted)
             return verified
-        walk = functools.partial(round_by_layer, self.by_layer, step, how)
+        walk = functools.partial(round_by_layer, self.by_layer, how)
         return self.in_order((how, n_drafting(step, how)), step, walk)
 
     def sample(self, logits: Array, sampler: Sampler, n_best: int) -> tuple[Sampled, Sampler]:
@@ -288,7 +286,7 @@ class Device:
         if self.by_layer is None:
             begin(round_program(self.programs, self.cache, step, how))
         else:
-            round_by_layer(self.by_layer, step, how, Arrays(self.cache, begin))
+            round_by_layer(self.by_layer, how, Arrays(self.cache, begin), step)
 
     def _nowhere(self, size: int) -> tuple[list[Places], StateIndex | None]:
         """Places of `size` tokens that are written nowhere and read nothing."""

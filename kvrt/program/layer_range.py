@@ -76,7 +76,7 @@ class LayerRange:
         if device.labels:
             device.labels.mark_all()
         args = batch, self._stream, at
-        walk = functools.partial(part, device.by_layer, self._n_layers, args)
+        walk = functools.partial(part, device.by_layer, self._n_layers)
         return device.in_order((part, self._n_layers), args, walk)
 
 
@@ -163,7 +163,7 @@ def distances(
 
 
 def check_by_layer(
-    layers: StepByLayer, n_layers: int, args: tuple[Batch, Any, np.ndarray], arrays: Arrays
+    layers: StepByLayer, n_layers: int, arrays: Arrays, args: tuple[Batch, Any, np.ndarray]
 ) -> tuple[Any, Any]:
     """`check_layers` as several programs; the stream and distances, or their shapes."""
     (batch, stream, at), runs = args, layers.split(n_layers)[0]
@@ -176,7 +176,7 @@ def check_by_layer(
 
 
 def finish_by_layer(
-    layers: StepByLayer, n_layers: int, args: tuple[Batch, Any, np.ndarray], arrays: Arrays
+    layers: StepByLayer, n_layers: int, arrays: Arrays, args: tuple[Batch, Any, np.ndarray]
 ) -> Any:
     """`finish_layers` as several programs, but for the head; the stream, or its shape."""
     batch, stream, at = args

@@ -33,15 +33,15 @@ from kvrt.program.rounds.round import RoundSpec, RoundStep, Verified, accept
 
 
 def round_by_layer(
-    layers: StepByLayer, step: RoundStep, how: RoundSpec, arrays: Arrays
+    layers: StepByLayer, how: RoundSpec, arrays: Arrays, step: RoundStep
 ) -> Verified:
     """Runs a step with rounds, see `verify` and `draft_and_verify`.
 
     Args:
       layers: of the model.
-      step: on the host.
       how: log-probabilities, and which layers draft.
       arrays: of the cache, which get the step's tokens, but for drafts that do not stay; or shapes.
+      step: on the host.
 
     Returns:
       What was sampled, or its shapes.
@@ -51,7 +51,7 @@ def round_by_layer(
         step = dataclasses.replace(step, batch=batch)
     else:
         runs = layers.split(how.exit_layer)[1]
-        step, x = _drafted(layers, step, how, arrays)
+        step, x = _drafted(layers, how, arrays, step)
     passed = layers.run(arrays, step.batch, x, runs, unwritten_layers)
     static = layers.kind, (how.n_best, passed.is_narrow)
     args = arrays.cells, layers.rest, step, passed.stream.x
@@ -62,7 +62,7 @@ def round_by_layer(
 
 
 def _drafted(
-    layers: StepByLayer, step: RoundStep, how: RoundSpec, arrays: Arrays
+    layers: StepByLayer, how: RoundSpec, arrays: Arrays, step: RoundStep
 ) -> tuple[RoundStep, Any]:
     """The step with drafts, and the stream of its tokens behind the layers that made them."""
     assert how.exit_layer is not None, "some layers draft"
@@ -77,11 +77,13 @@ def _drafted(
     begins = Program(begin_drafts, static, args, donate=(0,), n_known=2)
     step, drafting, single, batch, arrays.cells = arrays.call(begins)
     if single is not None:
-        args = arrays.cells, drafting, *first_layers(single)
+        x, single = first_layers(single)
+        args = arrays.cells, drafting, x, single
         notes = Program(note_singles, static, args, donate=(0,), n_known=1)
         drafting, arrays.cells = arrays.call(notes)
     for _ in range(n):
-        args = arrays.cells, layers.rest, drafting, first_layers(batch)[0], step
+        x, _ = first_layers(batch)
+        args = arrays.cells, layers.rest, drafting, x, step
         drafts = Program(draft_tokens, static, args, donate=(0,), n_known=2)
         drafting, batch, arrays.cells = arrays.call(drafts)
     args = arrays.cells, drafting, step
