@@ -279,11 +279,12 @@ class Device:
         begin(self._of_rows(head, (), rows))
         begin(self.sample_program(sampler, loop.n_best))
 
-    def begin_round(
-        self, begin: Callable, size: int, stop_ids: Sequence[int], how: RoundSpec, sampler: Sampler
-    ) -> None:
-        """Begins the programs of a round of `size` tokens, see `Programs.compile_all`."""
-        step = plan_round([0], (0, 0), self._nowhere(size), size, stop_ids, sampler)
+    def empty_round(self, size: int, stop_ids: Sequence[int], sampler: Sampler) -> RoundStep:
+        """A round of `size` tokens as programs are compiled for, which is written nowhere."""
+        return plan_round([0], (0, 0), self._nowhere(size), size, stop_ids, sampler)
+
+    def begin_round(self, begin: Callable, step: RoundStep, how: RoundSpec) -> None:
+        """Begins the programs of `verify`, see `Programs.compile_all`."""
         if self.by_layer is None:
             begin(round_program(self.programs, self.cache, step, how))
         else:

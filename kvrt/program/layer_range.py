@@ -169,8 +169,8 @@ def check_by_layer(
     (batch, stream, at), runs = args, layers.split(n_layers)[0]
     x, batch = layers.embed(arrays, _in_slots(layers, arrays, batch))
     passed = layers.run(arrays, batch, x, runs, look=distances)
-    args = arrays.cells, stream, batch, at, passed.stream.x
-    wanted = Program(put_stream, (layers.kind,), args, donate=(0, 1), n_known=1)
+    given = arrays.cells, stream, batch, at, passed.stream.x
+    wanted = Program(put_stream, (layers.kind,), given, donate=(0, 1), n_known=1)
     stream, arrays.cells = arrays.call(wanted)
     return stream, passed.stream.seen[n_layers - 1]
 

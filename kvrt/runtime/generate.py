@@ -152,7 +152,8 @@ def prepare(
             device.begin_decode(begin, asked._loop, sampler)
             if spec := asked.speculation:
                 how = RoundSpec(n_best=asked.n_best, exit_layer=spec.exit_layer)
-                device.begin_round(begin, spec.n_draft + 1, asked.stop_ids, how, sampler)
+                step = device.empty_round(spec.n_draft + 1, asked.stop_ids, sampler)
+                device.begin_round(begin, step, how)
 
     device.programs.compile_all(now, later, progress)
 

@@ -187,7 +187,9 @@ def split_runs(
       kinds: likewise.
       select: likewise.
     """
-    likes = {_kind(x.part, kinds[x.first : x.last], x.first, select): x.like for x in runs}
+    likes: dict[Hashable, int] = {
+        _kind(x.part, kinds[x.first : x.last], x.first, select): x.like for x in runs
+    }
     cuts = sorted({at, *(x.first for x in runs), len(kinds)})
     found = _made(cuts, layout, kinds, select, likes)
     return tuple(x for x in found if x.last <= at), tuple(x for x in found if x.first >= at)
