@@ -108,7 +108,7 @@ def test_both_ways_give_the_same(name):
 def test_layers_that_read_others_do_so_across_programs(layers):
     plain, by_layer = both(PlainModel(layers, has_front=True), type_k="f32", type_v="f32")
     device = by_layer._cache.device
-    device._by_layer = StepByLayer(device.programs, n_each=1)
+    device.by_layer = StepByLayer(device.programs, n_each=1)
     alike(plain, by_layer)
 
 
@@ -261,7 +261,7 @@ def test_equal_layers_have_one_program():
     runtime.append(TEXT[:5])
     names = [key.name for key in runtime.programs.compiled()]
     assert sorted(names) == ["embed_step", "finish_step", "head", "layers"]
-    runs = runtime._cache.device._by_layer.runs
+    runs = runtime._cache.device.by_layer.runs
     assert len(runs) == 3 and {x.like for x in runs} == {0}
     for a, b in itertools.pairwise(runs):
         assert a.last == b.first
