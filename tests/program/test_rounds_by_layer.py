@@ -260,7 +260,7 @@ def test_a_blend_gives_the_same(name):
     np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-4, atol=1e-4)
     same_cache(*runtimes)
     names = {key.name for key in runtimes[1].programs.compiled()}
-    assert names >= {"put_stream", "empty_slots", "layers"} and "run_part" not in names
+    assert names >= {"put_stream", "vacate_slots", "layers"} and "run_part" not in names
 
 
 def test_what_cells_are_attended_to_is_found_alike():

@@ -40,7 +40,7 @@ from kvrt.program.step import Cache, StepSpec
 
 
 @state
-class Drafting:
+class LayerDrafts:
     """Token i of each round that goes on is next; the stream that was kept of the step's tokens."""
 
     i: Int32[Array, ""]
@@ -128,7 +128,7 @@ def draft_and_verify(
 
 def _draft(
     model: LayeredDecoder, cache: Cache, step: RoundStep, where: tuple[StepSpec, int]
-) -> tuple[Drafting, Cache]:
+) -> tuple[LayerDrafts, Cache]:
     """Single tokens go through the first layers, then rounds, a token of each at a time."""
     spec, exit_layer = where
 
@@ -142,7 +142,7 @@ def _draft(
         (_, x), cache = steps.step(run, cache, batch, spec)
         return x, cache
 
-    def one(carry: tuple[Drafting, Cache]) -> tuple[Drafting, Cache]:
+    def one(carry: tuple[LayerDrafts, Cache]) -> tuple[LayerDrafts, Cache]:
         drafting, cache = carry
         x, cache = first_layers(next_tokens(drafting, step), cache)
         return drafted(model, drafting, x, step), cache
@@ -161,13 +161,13 @@ def n_drafting(step: RoundStep, how: RoundSpec) -> int:
     return 1 + int(np.max(np.sum(np.asarray(step.rounds.drafts) != NO_DRAFT, axis=1)))
 
 
-def begun(model: LayeredDecoder, step: RoundStep) -> tuple[Drafting, Batch | None]:
+def begun(model: LayeredDecoder, step: RoundStep) -> tuple[LayerDrafts, Batch | None]:
     """Rounds before their newest token, and the tokens of a step that are of none, if any."""
     batch, rounds = step.batch, step.rounds
     tokens = jnp.asarray(batch.tokens)
     x = jax.eval_shape(model.embed, tokens)
     n_single = tokens.shape[0] - rounds.at.size
-    drafting = Drafting(
+    drafting = LayerDrafts(
         i=jnp.int32(0),
         going=jnp.asarray(rounds.seq) < step.sampler.seed.shape[0],
         tokens=tokens,
@@ -178,12 +178,12 @@ def begun(model: LayeredDecoder, step: RoundStep) -> tuple[Drafting, Batch | Non
     return drafting, _single_tokens(batch, n_single) if n_single else None
 
 
-def with_singles(drafting: Drafting, x: Float[Array, "N E"]) -> Drafting:
+def with_singles(drafting: LayerDrafts, x: Float[Array, "N E"]) -> LayerDrafts:
     """Keeps the stream of tokens that are of no round; a step begins with them."""
     return dataclasses.replace(drafting, stream=drafting.stream.at[: x.shape[0]].set(x))
 
 
-def next_tokens(drafting: Drafting, step: RoundStep) -> Batch:
+def next_tokens(drafting: LayerDrafts, step: RoundStep) -> Batch:
     """Token i of each round; padding where a round is over."""
     batch, here = step.batch, _here(drafting, step)
 
@@ -202,15 +202,15 @@ def next_tokens(drafting: Drafting, step: RoundStep) -> Batch:
     )
 
 
-def _here(drafting: Drafting, step: RoundStep) -> Int32[Array, " D"]:
+def _here(drafting: LayerDrafts, step: RoundStep) -> Int32[Array, " D"]:
     """Where token i of each round stands in the step."""
     at = jnp.asarray(step.rounds.at)
     return jnp.where(drafting.going, at[:, drafting.i], step.batch.tokens.shape[0])
 
 
 def drafted(
-    model: LayeredDecoder, drafting: Drafting, x: Float[Array, "D E"], step: RoundStep
-) -> Drafting:
+    model: LayeredDecoder, drafting: LayerDrafts, x: Float[Array, "D E"], step: RoundStep
+) -> LayerDrafts:
     """Rounds after their token i, of which x is the stream behind the first layers."""
     rounds, i, n_tokens = step.rounds, drafting.i, step.batch.tokens.shape[0]
     here, at, n_drafts = _here(drafting, step), jnp.asarray(rounds.at), rounds.drafts.shape[1]
@@ -222,7 +222,7 @@ def drafted(
     going &= ~ends & (token != sample.NO_TOKEN)
     there = jnp.where(going, at[:, jnp.minimum(i + 1, n_drafts)], n_tokens)
     draft = jnp.where(going, token, NO_DRAFT)
-    return Drafting(
+    return LayerDrafts(
         i=i + 1,
         going=going,
         tokens=drafting.tokens.at[there].set(token, mode="drop"),
@@ -244,7 +244,7 @@ def _sampled(
     )
 
 
-def to_verify(drafting: Drafting, step: RoundStep) -> RoundStep:
+def to_verify(drafting: LayerDrafts, step: RoundStep) -> RoundStep:
     """The step with the drafts that were made; of others that were wanted there is nothing."""
     real = jnp.ones(drafting.tokens.shape, bool)
     at = jnp.asarray(step.rounds.at)[:, 1:]

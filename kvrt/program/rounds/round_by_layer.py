@@ -21,7 +21,7 @@ from kvrt.program.batch import Batch, without_fresh
 from kvrt.program.layers.by_layer import Arrays, StepByLayer, unwritten_layers
 from kvrt.program.programs import ModelKind, Program
 from kvrt.program.rounds.layer_skip import (
-    Drafting,
+    LayerDrafts,
     begun,
     drafted,
     n_drafting,
@@ -118,7 +118,7 @@ def accept_round(
 
 def begin_drafts(
     kind: ModelKind, cells: ManyCells, rest: tuple, step: RoundStep
-) -> tuple[RoundStep, Drafting, Batch | None, Batch, ManyCells]:
+) -> tuple[RoundStep, LayerDrafts, Batch | None, Batch, ManyCells]:
     """The step with its blocks empty; tokens of no round, and the first ones of rounds."""
     cells = steps.vacated(cells, step.batch, kind.spec)
     step = dataclasses.replace(step, batch=without_fresh(step.batch))
@@ -127,8 +127,8 @@ def begin_drafts(
 
 
 def note_singles(
-    kind: ModelKind, cells: ManyCells, drafting: Drafting, x: Float[Array, "N E"], batch: Batch
-) -> tuple[Drafting, ManyCells]:
+    kind: ModelKind, cells: ManyCells, drafting: LayerDrafts, x: Float[Array, "N E"], batch: Batch
+) -> tuple[LayerDrafts, ManyCells]:
     """Rounds and cells after the first layers have run over tokens of no round."""
     return with_singles(drafting, x), steps.place_step(cells, batch, kind.spec)
 
@@ -137,10 +137,10 @@ def draft_tokens(
     kind: ModelKind,
     cells: ManyCells,
     rest: tuple,
-    drafting: Drafting,
+    drafting: LayerDrafts,
     x: Float[Array, "D E"],
     step: RoundStep,
-) -> tuple[Drafting, Batch, ManyCells]:
+) -> tuple[LayerDrafts, Batch, ManyCells]:
     """Rounds, their next tokens and cells after the first layers have run over a token of each."""
     cells = steps.place_step(cells, next_tokens(drafting, step), kind.spec)
     drafting = drafted(kind.outer(rest), drafting, x, step)
@@ -148,7 +148,7 @@ def draft_tokens(
 
 
 def end_drafts(
-    kind: ModelKind, cells: ManyCells, drafting: Drafting, step: RoundStep
+    kind: ModelKind, cells: ManyCells, drafting: LayerDrafts, step: RoundStep
 ) -> tuple[RoundStep, ManyCells]:
     """The step that the other layers verify, and cells without its tokens."""
     step = to_verify(drafting, step)
