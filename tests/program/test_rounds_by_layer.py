@@ -26,21 +26,22 @@ from kvrt.store.codec import decode
 from kvrt_models.load import load
 from tests import retentiontoy, yocotoy
 from tests.marks import slow
-from tests.program.test_by_layer import WINDOW, Kinded, KindedParts, both
+from tests.matrix.plainmodel import PlainModel
+from tests.program.test_by_layer import WINDOW, both
 from tests.serving.test_engine_drafts import Script
-from tests.toys import ToyLm
+from tests.toys import KindedLm, ToyLm
 
 HF = Path(__file__).parents[1] / "golden" / "hf"
 TEXT = np.random.default_rng(1).integers(0, 32, 60).tolist()
 N_DRAFT, N = 3, 24
 FULL, CHUNKED = MaskSpec(), MaskSpec(kind="chunked", size=8)
 EXACT = {"type_k": "f32", "type_v": "f32"}
-TOY = functools.partial(Kinded, n_vocab=32, n_layers=4)
+TOY = functools.partial(KindedLm, n_vocab=32, n_layers=4)
 FAMILY = functools.lru_cache(maxsize=1)(lambda name: load(HF / name).decoder)
 
 
 def parts(layers):
-    return lambda: KindedParts(layers)
+    return lambda: PlainModel(layers, has_front=True)
 
 
 # By name the model, and options of its cache.
@@ -156,7 +157,7 @@ def test_layers_that_draft_give_the_same(name):
 
 def test_layers_that_draft_have_the_programs_of_single_steps():
     """Those before the exit; where it cuts a run of three, the parts have programs of their own."""
-    runtime = both(Kinded(n_vocab=32, n_layers=9))[1]
+    runtime = both(KindedLm(n_vocab=32, n_layers=9))[1]
     assert [(x.first, x.last) for x in runtime._cache.device.by_layer.runs] == [
         (0, 3),
         (3, 6),
@@ -276,5 +277,5 @@ def test_what_cells_are_attended_to_is_found_alike():
 @pytest.mark.slow
 def test_heavy_channels_are_found_alike():
     texts = [TEXT[:20], TEXT[20:40]]
-    found = [heavy_channels(model(n_layers=3, n_vocab=32), texts, 4) for model in (ToyLm, Kinded)]
+    found = [heavy_channels(model(n_layers=3, n_vocab=32), texts, 4) for model in (ToyLm, KindedLm)]
     assert found[0] == found[1]
