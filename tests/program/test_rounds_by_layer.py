@@ -60,11 +60,11 @@ KINDS = {
     "latent": (parts("latent"), EXACT),
     "yoco": (yocotoy.decoder, EXACT),
     "retention": (retentiontoy.decoder, EXACT),
-    "recurrent": (lambda: FAMILY("jamba-experts"), EXACT),
+    "recurrent": (parts("full+recurrent"), EXACT),
+    "delta": (parts("full+delta"), EXACT),
     "state space": (lambda: FAMILY("bamba"), EXACT),
-    "delta": (lambda: FAMILY("qwen3-next-experts"), EXACT),
 }
-QUICK = ("f16", "h2o", "retention")
+QUICK = ("f16", "h2o", "recurrent")
 
 
 def few(names, quick):
