@@ -211,7 +211,7 @@ def test_keys_that_are_rotated_when_they_are_read(dtype):
         assert_equal(case.attended(case.view(runs)), case.by_hand())
 
 
-@pytest.mark.parametrize("implementation", ["chunked", KERNELS[0]])
+@pytest.mark.parametrize("implementation", ["chunked", full(GPU)])
 def test_grouped_positions_reach_what_is_shared(implementation):
     """SelfExtend as in the paper: as without runs, which its own tests judge."""
     case, extend = Case(mode="read"), SelfExtend(ga_n=2, ga_w=6, kind="paper")

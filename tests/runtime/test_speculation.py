@@ -53,8 +53,15 @@ KINDS = {
 PAPER = SelfExtend(ga_n=2, ga_w=4, kind="paper")
 QUICK = {"full", "hybrid"}
 # Each is another mask or another mixture of what the others have one by one.
-MIXED = {"window alone", "chunked", "heads of 32", "hybrid with a window", "shared windows"}
-EACH = [k if k in QUICK else full(k) if k in MIXED else slow(k) for k in KINDS]
+MIXED = {
+    "window alone",
+    "window with sinks",
+    "chunked",
+    "heads of 32",
+    "hybrid with a window",
+    "shared windows",
+}
+EACH = [k if k in QUICK else (full if k in MIXED else slow)(k) for k in KINDS]
 
 
 @functools.cache
