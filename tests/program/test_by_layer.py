@@ -105,7 +105,7 @@ CASES = {
     "checkpoints": {"n_checkpoints": 2, "masks": (WINDOW, MaskSpec()) * 2},
 }
 # The matrix has all of them in both ways, one layer a program.
-OF_CI = {"kivi4", "h2o", "checkpoints"}
+OF_CI = {"kivi4", "checkpoints"}
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ class Told:
 def test_an_engine_gives_the_same(mode):
     found = []
     for programs in ("whole", "by_layer"):
-        config = CacheConfig(n_ctx=96, n_seq_max=3, block_size=8, n_ubatch=16, programs=programs)
+        config = CacheConfig(n_ctx=96, n_seq_max=3, block_size=8, n_ubatch=8, programs=programs)
         model = Kinded(n_vocab=32, n_layers=4, masks=(WINDOW, MaskSpec()) * 2)
         engine, texts = Engine(model, config, EngineConfig(mode=mode)), {}
         for i in range(4):

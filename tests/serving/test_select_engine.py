@@ -150,7 +150,7 @@ def test_samples_and_forks_share_what_was_read():
 def test_a_fork_without_room_is_refused_for_its_text_would_change():
     engine = Engine(MODEL, config_of(SELECTS["quest"], n_seq_max=1), EngineConfig())
     engine.add_request(Request(id="a", tokens=tuple(TEXTS[1]), n_predict=N_NEW))
-    for _ in range(4):
+    for _ in range(len(TEXTS[1]) // 8 + 4):
         engine.step()
     with pytest.raises(CacheFull, match="reads some cells"):
         engine.fork("a", "b")
