@@ -27,11 +27,10 @@ from kvrt.program.labels.arrays import check_labels, label_plan, n_labelled
 from kvrt.program.labels.indexed import check_index_reads
 from kvrt.program.labels.shift import shift
 from kvrt.program.labels.upkeep import LabelUpkeep
-from kvrt.program.layers.by_layer import Arrays, StepByLayer
-from kvrt.program.layers.whole import whole_step
+from kvrt.program.layers.by_layer import Arrays, StepByLayer, call_traced
 from kvrt.program.layout import Layout, mixes_rotations
 from kvrt.program.mesh import Placement
-from kvrt.program.programs import ModelKind, Program, Programs, reason_for_whole
+from kvrt.program.programs import ModelKind, Program, Programs, TracedParams, reason_for_whole
 from kvrt.program.rounds.round import RoundStep, Verified, plan_round
 from kvrt.program.sample import Sampler
 from kvrt.program.step import Cache, StepSpec
@@ -432,15 +431,22 @@ def dispatched(model: Decoder, config: CacheConfig, *, is_divided: bool) -> tupl
 
 
 def forward(kind: ModelKind, params: tuple, cache: Cache, batch: Batch) -> tuple[Array, Cache]:
-    """Logits of a batch."""
-    return whole_step(kind, params, cache, batch)
+    """Logits of a batch: the functions of `by_layer.py`, if the model tells its layers apart."""
+    if kind.layers is None or len(kind.layers.kinds) != kind.spec.layout.n_layers:
+        return step.forward(kind.model(params), cache, batch, kind.spec)
+    traced, arrays = TracedParams(kind, params), Arrays(cache)
+    rows = StepByLayer(traced).rows(call_traced, arrays, batch)
+    model = kind.outer(traced.rest)
+    if rows.shape[0] == 0:
+        return jnp.zeros((0, model.n_vocab), jnp.float32), arrays.cache()
+    return model.head(rows), arrays.cache()
 
 
 def serve(
     kind: ModelKind, params: tuple, cache: Cache, batch: Batch, sampler: Sampler
 ) -> tuple[Array, Array, Cache]:
     """A token for each output of a batch, and its logits."""
-    logits, cache = whole_step(kind, params, cache, batch)
+    logits, cache = forward(kind, params, cache, batch)
     tokens, _ = sample.sample_tokens(logits, sampler)
     return tokens, logits, cache
 
@@ -468,7 +474,7 @@ def decode_steps(
     kind: ModelKind, n_best: int, params: tuple, cache: Cache, plan: LoopPlan, sampler: Sampler
 ) -> tuple[Sampled, Cache, Sampler]:
     """A run of steps."""
-    run = functools.partial(whole_step, kind, params)
+    run = functools.partial(forward, kind, params)
     return decode_loop.decode_many(run, cache, plan, sampler, n_best)
 
 

@@ -22,8 +22,10 @@ from kvrt import (
     Runtime,
     SelfExtend,
 )
+from kvrt.attention.step_attention import StepAttention
 from kvrt.errors import BadConfig
 from kvrt.policies.scored import H2O, SnapKV
+from kvrt.program import programs as compiled
 from kvrt.program.layers.by_layer import StepByLayer
 from kvrt.program.layers.runs import layer_runs
 from kvrt.program.layout import cell_layout
@@ -57,12 +59,14 @@ class KindedParts(PartedModel):
         return [(i, ("none", i)) for i in range(self.n_layers)]
 
 
-def both(model, **options):
-    """A runtime of each way, with the sizes of all these tests."""
+def both(model, programs="by_layer", **options):
+    """A runtime that traces the model as it is, and one that knows its kinds of layers."""
     sizes = {"n_ctx": 96, "n_seq_max": 2, "block_size": 16, "n_ubatch": 16, **options}
     policy = sizes.pop("policy", None)
-    ways = (CacheConfig(**sizes, programs=x) for x in ("whole", "by_layer"))
-    return [Runtime(model, config, policy=policy) for config in ways]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "reason_for_whole", lambda model: "as it is")
+        plain = Runtime(model, CacheConfig(**sizes, programs="whole"), policy=policy)
+    return [plain, Runtime(model, CacheConfig(**sizes, programs=programs), policy=policy)]
 
 
 def said(runtime):
@@ -76,18 +80,20 @@ def said(runtime):
     return [t.id for t in tokens], [np.asarray(x, np.float32) for x in found]
 
 
-def alike(whole, by_layer, tolerance=1e-5):
+def alike(plain, by_kind, tolerance=1e-5):
     """Both give the same, and keep the same."""
-    (ids, logits), (others, found) = said(whole), said(by_layer)
+    (ids, logits), (others, found) = said(plain), said(by_kind)
     assert ids == others
     for a, b in zip(logits, found, strict=True):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
-    for a, b in zip(*(jax.tree.leaves(x.cache) for x in (whole, by_layer)), strict=True):
+    for a, b in zip(*(jax.tree.leaves(x.cache) for x in (plain, by_kind)), strict=True):
         np.testing.assert_allclose(
             np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=1e-4, atol=1e-4
         )
-    assert by_layer.stats().programs.startswith("by_layer")
-    assert {"embed_step", "layers", "finish_step"} <= {k.name for k in by_layer.programs.compiled()}
+    way, names = by_kind.config.programs, {k.name for k in by_kind.programs.compiled()}
+    assert by_kind.stats().programs.startswith(way)
+    some = {"by_layer": {"embed_step", "layers", "finish_step"}, "whole": {"forward"}}[way]
+    assert some <= names
 
 
 CHANNELS = tuple(((0, 3, 5, 9), (1, 2, 8, 12)) for _ in range(4))
@@ -122,10 +128,46 @@ def test_both_ways_give_the_same(name):
     "layers", ["produced", full("shared"), full("latent"), "indexed", full("full+chunked")]
 )
 def test_layers_that_read_others_do_so_across_programs(layers):
-    whole, by_layer = both(KindedParts(layers), type_k="f32", type_v="f32")
+    plain, by_layer = both(KindedParts(layers), type_k="f32", type_v="f32")
     device = by_layer._cache.device
     device._by_layer = StepByLayer(device.programs, n_each=1)
-    alike(whole, by_layer)
+    alike(plain, by_layer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["read", "h2o", "quest", "checkpoints"])
+def test_one_program_of_kinds_gives_the_same(name):
+    options = dict(CASES[name])
+    masks = options.pop("masks", None)
+    model = Kinded(n_vocab=32, n_layers=4, masks=masks)
+    alike(*both(model, "whole", **options), tolerance=1e-4)
+
+
+def counted(patch):
+    """The layers that attend while programs are traced."""
+    called, attend = [], StepAttention.__call__
+
+    def noted(self, layer, *args, **more):
+        called.append(layer)
+        return attend(self, layer, *args, **more)
+
+    patch.setattr(StepAttention, "__call__", noted)
+    return called
+
+
+def test_a_whole_step_traces_a_run_of_each_kind_once():
+    found = []
+    for runtime in both(Kinded(n_vocab=32, n_layers=9), "whole", n_ctx=2048, n_ubatch=1):
+        with pytest.MonkeyPatch.context() as patch:
+            called = counted(patch)
+            found.append((called, runtime.append([1])))
+        (program,) = runtime.programs.compiled().values()
+        memory, stores = program.memory_analysis(), jax.tree.leaves(runtime.cache.stores)
+        assert memory.alias_size_in_bytes >= sum(x.nbytes for x in stores)
+        assert memory.temp_size_in_bytes < sum(x.nbytes for x in stores) // 9
+    (every, plain), (once, by_kind) = found
+    assert every == list(range(9)) and once == [0, 1, 2]
+    np.testing.assert_allclose(plain, by_kind, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

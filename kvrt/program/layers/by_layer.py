@@ -6,9 +6,11 @@ after the last.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from kvrt.arrays import Array, Float, Int32, state
@@ -212,6 +214,19 @@ def _of(values: Sequence, which: Sequence[int]) -> tuple:
 def _set(values: list, which: Sequence[int], new: Sequence) -> None:
     for i, x in zip(which, new, strict=True):
         values[i] = x
+
+
+def call_traced(program: Program) -> Any:
+    """The results of a program within one that is traced: equal ones are traced and lowered once.
+
+    XLA inlines them.
+    """
+    return _jitted(program.run, len(program.static))(*program.static, *program.args)
+
+
+@functools.cache
+def _jitted(run: Callable, n_static: int) -> jax.stages.Wrapped:
+    return jax.jit(run, static_argnums=tuple(range(n_static)))
 
 
 # --- programs ----------------------------------------------------------------------------------
