@@ -130,7 +130,7 @@ def test_what_the_first_layers_cannot_draft_for_is_refused_at_construction(
     kind, exit_layer, message
 ):
     config = CacheConfig(n_ctx=64, n_seq_max=2, block_size=B, n_ubatch=N_BATCH)
-    spec = Speculation(drafter=LayerSkip(exit_layer=exit_layer))
+    spec = Speculation(drafter=LayerSkip(exit_layer=exit_layer), n_draft=N_DRAFT)
     with pytest.raises(BadConfig, match=message) as caught:
         Engine(MODELS[kind](), config, EngineConfig(speculation=spec))
     assert "\n" not in str(caught.value)
