@@ -4,10 +4,11 @@ import jax
 import numpy as np
 import pytest
 
-from kvrt import CacheConfig, Engine, EngineConfig, Request, Runtime
+from kvrt import CacheConfig, Engine, EngineConfig, LayerSkip, Request, Runtime, Speculation
+from kvrt.reuse.blend import BlendSpec
 from kvrt.store import kv as kv_store
 from tests.marks import full
-from tests.toys import ToyLm
+from tests.toys import KindedLm, ToyLm
 
 pytestmark = pytest.mark.slow
 OPTIMISED = True  # see conftest.py: aliases and temporaries are those of the real programs
@@ -59,10 +60,10 @@ def used(request):
 
 
 def layer_bytes(cache):
-    """Bytes of the layer's keys, or of its values if these are less."""
+    """Bytes of one layer's keys, or of its values if these are less."""
     (store,) = cache.stores
     each = [sum(x.nbytes for x in jax.tree.leaves(of[0])) for of in (store.k, store.v)]
-    assert sum(each) == kv_store.kv_bytes(store)
+    assert len(store.k) * sum(each) == kv_store.kv_bytes(store)
     return min(each)
 
 
@@ -122,6 +123,38 @@ def test_no_program_of_an_engine_copies_the_cache(kind, mode):
     cache, found = engine.device.cache, temp_bytes(engine.programs)
     assert set(found) == ({"serve", "move_blocks"} if mode == "paged" else {"serve"})
     check(found, sum(map(kv_store.kv_bytes, cache.stores)), layer_bytes(cache))
+
+
+class Ones:
+    """Drafts the token 1."""
+
+    def check(self, n_vocab):
+        pass
+
+    def draft(self, context, n):
+        return [1] * n
+
+
+def run_by_layer():
+    """A runtime that has called the programs of steps, rounds, layers that draft and blends."""
+    model = KindedLm(n_layers=2, n_kv_heads=16)
+    config = CacheConfig(n_ctx=N_CTX, n_seq_max=2, n_ubatch=8, programs="by_layer")
+    runtime = Runtime(model, config)
+    chunk = runtime.chunk(PROMPT)
+    runtime.blend([chunk], PROMPT[:2], BlendSpec(check_layer=0))
+    for drafter in (Ones(), LayerSkip(exit_layer=1)):
+        list(runtime.generate(3, speculation=Speculation(drafter=drafter, n_draft=3)))
+    return runtime
+
+
+def test_no_program_by_layer_copies_the_cache():
+    runtime = run_by_layer()
+    of_layer, found = layer_bytes(runtime.cache), temp_bytes(runtime.programs)
+    writers = {"layers", "write_layers"}
+    assert set(found) >= writers | {"unwritten_layers", "accept_round", "draft_tokens"}
+    for name, (temp, alias) in found.items():
+        assert temp < of_layer, name
+        assert name not in writers or alias >= 2 * of_layer, name
 
 
 def test_every_writer_donates(used):

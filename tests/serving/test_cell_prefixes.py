@@ -64,7 +64,7 @@ def test_a_hit_ends_at_any_token():
 
 @pytest.mark.slow
 def test_who_runs_is_found_as_well():
-    engine, start = make("full", "cell"), drawn(1, 12)
+    engine, start = make("full", "cell", n_ubatch=16), drawn(1, 12)
     engine.add_request(ask("first", [*start, 1], 8))
     engine.step()
     engine.add_request(ask("second", [*start, 2], 4))
