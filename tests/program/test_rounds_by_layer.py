@@ -279,3 +279,32 @@ def test_heavy_channels_are_found_alike():
     texts = [TEXT[:20], TEXT[20:40]]
     found = [heavy_channels(model(n_layers=3, n_vocab=32), texts, 4) for model in (ToyLm, KindedLm)]
     assert found[0] == found[1]
+
+
+def test_an_error_between_programs_leaves_no_draft():
+    """Layers that draft write cells before it is known which drafts stay."""
+    by_layer = pair("full")[1]
+    spec = Speculation(drafter=LayerSkip(exit_layer=2), n_draft=N_DRAFT)
+
+    def text():
+        by_layer.clear()
+        by_layer.prefill(TEXT[:11])
+        return [t.id for t in by_layer.generate(6, speculation=spec)]
+
+    wanted, run, n_runs = text(), StepByLayer.run, []
+    by_layer.clear()
+    by_layer.prefill(TEXT[:11])
+
+    def stopped(self, *args, **more):
+        n_runs.append(1)
+        if len(n_runs) == 3:
+            raise KeyboardInterrupt
+        return run(self, *args, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepByLayer, "run", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            list(by_layer.generate(6, speculation=spec))
+    (cells,), (host,) = by_layer.cache.cells, by_layer.group_cells
+    np.testing.assert_array_equal(np.asarray(cells.pos)[: len(host.pos)], host.pos)
+    assert [t.id for t in by_layer.generate(6, speculation=spec)] == wanted
