@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from toys import ToyLm
 
 from kvrt import (
     CacheConfig,
@@ -33,28 +32,14 @@ from kvrt.program.programs import layer_params
 from kvrt.serving.config import EngineConfig
 from kvrt_models.load import load
 from tests.marks import slow
-from tests.matrix.plainmodel import PartedModel
+from tests.matrix.plainmodel import PlainModel
+from tests.toys import KindedLm, ToyLm
 
 FOLDERS = sorted(p.parent for p in Path(__file__).parents[1].glob("golden/hf/*/config.json"))
 QUICK = ("bamba", "gemma3n", "deepseek-v32")
 MIXED = (*QUICK, "gemma4-experts", "qwen3-next-experts", "kimi-linear", "jamba-experts", "llama4")
 TEXT = np.random.default_rng(0).integers(0, 32, 70).tolist()
 WINDOW = MaskSpec(kind="window", size=9)
-
-
-class Kinded(ToyLm):
-    """Layers of one mask are alike."""
-
-    def layer_kinds(self):
-        masks = {i: g.mask for g in self.groups for i in g.layers}
-        return [(masks[i], ("qkv", i)) for i in range(self.n_layers)]
-
-
-class KindedParts(PartedModel):
-    """Layers without weights of their own."""
-
-    def layer_kinds(self):
-        return [(i, ("none", i)) for i in range(self.n_layers)]
 
 
 def both(model, programs="by_layer", **options):
@@ -115,15 +100,15 @@ QUICK_CASES = ("channels",)
 def test_both_ways_give_the_same(name):
     options = dict(CASES[name])
     masks = options.pop("masks", None)
-    alike(*both(Kinded(n_vocab=32, n_layers=4, masks=masks), **options), tolerance=1e-4)
+    alike(*both(KindedLm(n_vocab=32, n_layers=4, masks=masks), **options), tolerance=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", ["produced", "shared", "latent", "indexed", "full+chunked"])
 def test_layers_that_read_others_do_so_across_programs(layers):
-    plain, by_layer = both(KindedParts(layers), type_k="f32", type_v="f32")
+    plain, by_layer = both(PlainModel(layers, has_front=True), type_k="f32", type_v="f32")
     device = by_layer._cache.device
-    device._by_layer = StepByLayer(device.programs, n_each=1)
+    device.by_layer = StepByLayer(device.programs, n_each=1)
     alike(plain, by_layer)
 
 
@@ -132,7 +117,7 @@ def test_layers_that_read_others_do_so_across_programs(layers):
 def test_one_program_of_kinds_gives_the_same(name):
     options = dict(CASES[name])
     masks = options.pop("masks", None)
-    model = Kinded(n_vocab=32, n_layers=4, masks=masks)
+    model = KindedLm(n_vocab=32, n_layers=4, masks=masks)
     alike(*both(model, "whole", **options), tolerance=1e-4)
 
 
@@ -150,7 +135,7 @@ def counted(patch):
 
 def test_a_whole_step_traces_a_run_of_each_kind_once():
     found = []
-    for runtime in both(Kinded(n_vocab=32, n_layers=9), "whole", n_ctx=2048, n_ubatch=1):
+    for runtime in both(KindedLm(n_vocab=32, n_layers=9), "whole", n_ctx=2048, n_ubatch=1):
         with pytest.MonkeyPatch.context() as patch:
             called = counted(patch)
             found.append((called, runtime.append([1])))
@@ -238,7 +223,7 @@ def test_an_engine_gives_the_same(mode):
     found = []
     for programs in ("whole", "by_layer"):
         config = CacheConfig(n_ctx=96, n_seq_max=3, block_size=8, n_ubatch=16, programs=programs)
-        model = Kinded(n_vocab=32, n_layers=4, masks=(WINDOW, MaskSpec()) * 2)
+        model = KindedLm(n_vocab=32, n_layers=4, masks=(WINDOW, MaskSpec()) * 2)
         engine, texts = Engine(model, config, EngineConfig(mode=mode)), {}
         for i in range(4):
             engine.add_request(Request(id=str(i), tokens=tuple(TEXT[i : 20 + i]), n_predict=12))
@@ -272,18 +257,18 @@ def test_runs_weigh_what_is_compiled_against_dispatches(masks, wanted):
 
 
 def test_equal_layers_have_one_program():
-    runtime = both(Kinded(n_vocab=32, n_layers=9))[1]
+    runtime = both(KindedLm(n_vocab=32, n_layers=9))[1]
     runtime.append(TEXT[:5])
     names = [key.name for key in runtime.programs.compiled()]
     assert sorted(names) == ["embed_step", "finish_step", "head", "layers"]
-    runs = runtime._cache.device._by_layer.runs
+    runs = runtime._cache.device.by_layer.runs
     assert len(runs) == 3 and {x.like for x in runs} == {0}
     for a, b in itertools.pairwise(runs):
         assert a.last == b.first
 
 
 def test_no_program_of_some_layers_copies_their_arrays():
-    runtime = both(Kinded(n_vocab=32, n_layers=4), n_ctx=2048, n_ubatch=1)[1]
+    runtime = both(KindedLm(n_vocab=32, n_layers=4), n_ctx=2048, n_ubatch=1)[1]
     runtime.append([1])
     layer = sum(x.nbytes for x in jax.tree.leaves(runtime.cache.stores)) // 4
     for key, program in runtime.programs.compiled().items():
@@ -301,7 +286,7 @@ def test_a_model_that_does_not_tell_its_layers_apart_runs_whole_and_says_why():
     assert runtime.config.programs == "whole"
     assert "does not tell its layers apart by kind" in runtime.stats().programs
 
-    class Fewer(Kinded):
+    class Fewer(KindedLm):
         def layer_kinds(self):
             return super().layer_kinds()[1:]
 
@@ -310,7 +295,7 @@ def test_a_model_that_does_not_tell_its_layers_apart_runs_whole_and_says_why():
     ):
         Runtime(Fewer(n_layers=2), config)
 
-    class Otherwise(Kinded):
+    class Otherwise(KindedLm):
         def layers(self, x, attend, first, last):
             return super().layers(x, attend, first, last) * 2
 

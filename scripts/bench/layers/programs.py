@@ -37,6 +37,7 @@ from kvrt.program.layers.by_layer import (
     Fixed,
     Stream,
     TracedLayers,
+    call_traced,
     embed_step,
     finish_step,
     layers,
@@ -172,7 +173,7 @@ def _stacked(trees: list) -> Any:
 
 def _of_layer(kind: ModelKind, cache: Cache, layer: int) -> Any:
     part = layers_part(kind.spec.layout, layer, layer + 1)
-    return Arrays(cache).of(part, ())[0].stores
+    return Arrays(cache, call_traced).of(part, ())[0].stores
 
 
 def scan_step(
