@@ -1,9 +1,10 @@
-"""Whole generations through the kernels, interpreted on the CPU; and who is refused a kernel."""
+"""Whole generations through the kernels, interpreted; and who is refused a kernel."""
 
 import dataclasses
 import functools
 import re
 
+import jax
 import pytest
 from engines import ask, make, run
 
@@ -16,6 +17,7 @@ from tests.toys import ToyLm
 
 OPTIMISED = False  # toys: what is compiled runs a few times
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+HERE = jax.default_backend()
 
 
 @functools.cache
@@ -42,10 +44,10 @@ def test_requests_in_company_get_the_same_tokens():
 
 @pytest.fixture
 def kernels(monkeypatch, tmp_path):
-    """Makes CPUs a platform with these kernels, whose verdicts lie in a folder; starts anew."""
+    """Makes this a platform with these kernels, whose verdicts lie in a folder; starts anew."""
 
     def make(*names):
-        monkeypatch.setattr(registry, "_PLATFORMS", dict.fromkeys(names, ("cpu",)))
+        monkeypatch.setattr(registry, "_PLATFORMS", dict.fromkeys(names, (HERE,)))
         monkeypatch.setattr(verdicts, "folder_of_verdicts", lambda: tmp_path / "verdicts")
         monkeypatch.setattr(decide, "_verdicts", verdicts.Verdicts())
 
@@ -79,8 +81,9 @@ def test_a_kernel_that_is_wrong_is_not_taken(kernels, monkeypatch):
 
 
 def test_a_kernel_of_another_device_is_refused():
-    with pytest.raises(NotImplementedError, match="'pallas_gpu' runs on cuda or rocm, not on cpu"):
-        Runtime(ToyLm(n_layers=1), CacheConfig(n_ctx=16, attention="pallas_gpu"))
+    name, where = ("pallas_tpu", "tpu") if HERE == "gpu" else ("pallas_gpu", "cuda or rocm")
+    with pytest.raises(NotImplementedError, match=f"'{name}' runs on {where}, not on {HERE}"):
+        Runtime(ToyLm(n_layers=1), CacheConfig(n_ctx=16, attention=name))
     with pytest.raises(NotImplementedError, match="'pallas_tpu' runs on tpu, not on gpu"):
         require("pallas_tpu", "gpu")
     for name, platform in [("pallas_gpu", "gpu"), ("pallas_gpu", "rocm"), ("chunked", "tpu")]:
