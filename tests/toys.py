@@ -102,6 +102,14 @@ class ToyLm(nnx.Module):
         return x @ self.out[...] * 0.2
 
 
+class KindedLm(ToyLm):
+    """The same, whose layers of one mask are alike: it runs by layer."""
+
+    def layer_kinds(self):
+        masks = {i: g.mask for g in self.groups for i in g.layers}
+        return [(masks[i], ("qkv", i)) for i in range(self.n_layers)]
+
+
 def windowed(model_group: GroupSpec, mask: MaskSpec) -> GroupSpec:
     return dataclasses.replace(model_group, mask=mask)
 

@@ -18,7 +18,6 @@ from kvrt.cellcache.host_cells import SlotPlan
 from kvrt.program import decode_loop
 from kvrt.program.batch import Batch, bucket, padded, without_outputs
 from kvrt.program.decode_loop import LoopSpec, Sampled
-from kvrt.program.rounds.layer_skip import round_program
 from kvrt.program.rounds.round import RoundSpec, plan_round
 from kvrt.program.sample import Sampler
 
@@ -148,8 +147,7 @@ class Runner:
         plan, first = self._place_at_end(seq_id, len(tokens))
         where = self._host.places(plan, size, ahead=how.exit_layer is not None)
         step = plan_round(tokens, (seq_id, first), where, size, stop_ids, sampler)
-        program = round_program(self._device.programs, self._device.cache, step, how)
-        verified = self._device.verify(program)
+        verified = self._device.verify(step, how)
         (newest,), (more,), (n_drafted,) = verified.read()
         # Drafts that stay are the tokens that were sampled.
         sampled, n = np.array([newest, *more], np.int32), len(more) + 1

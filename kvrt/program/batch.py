@@ -50,6 +50,12 @@ def without_outputs(batch: Batch) -> Batch:
     return dataclasses.replace(batch, out_ids=np.zeros(0, np.int32))
 
 
+def without_fresh(batch: Batch) -> Batch:
+    """A batch whose new blocks are empty already."""
+    places = (dataclasses.replace(of_group, fresh=None) for of_group in batch.places)
+    return dataclasses.replace(batch, places=tuple(places))
+
+
 def padded(
     tokens: np.ndarray,
     pos: np.ndarray,

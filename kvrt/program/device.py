@@ -27,11 +27,13 @@ from kvrt.program.labels.arrays import check_labels, label_plan, n_labelled
 from kvrt.program.labels.indexed import check_index_reads
 from kvrt.program.labels.shift import shift
 from kvrt.program.labels.upkeep import LabelUpkeep
-from kvrt.program.layers.by_layer import Arrays, StepByLayer, reason_for_whole
+from kvrt.program.layers.by_layer import Arrays, StepByLayer, call_traced
 from kvrt.program.layout import Layout, mixes_rotations
 from kvrt.program.mesh import Placement
-from kvrt.program.programs import ModelKind, Program, Programs
-from kvrt.program.rounds.round import RoundStep, Verified, plan_round
+from kvrt.program.programs import ModelKind, Program, Programs, TracedParams, reason_for_whole
+from kvrt.program.rounds.layer_skip import n_drafting, round_program
+from kvrt.program.rounds.round import RoundSpec, RoundStep, Verified, plan_round
+from kvrt.program.rounds.round_by_layer import round_by_layer
 from kvrt.program.sample import Sampler
 from kvrt.program.step import Cache, StepSpec
 from kvrt.store import kv as kv_store
@@ -63,8 +65,8 @@ class Device:
         self.dispatch = dispatched(model, config, is_divided=place is not None)
         self.spec = spec = StepSpec(self.settled(config), self.layout, self._shards)
         self.programs = Programs(model, spec, place)
-        self._by_layer = StepByLayer(self.programs) if spec.config.programs == "by_layer" else None
-        # By shapes of a batch, the programs of a step in their order.
+        self.by_layer = StepByLayer(self.programs) if spec.config.programs == "by_layer" else None
+        # By what they compute and the shapes of it, programs in their order.
         self._compiled: dict[tuple, list[Callable]] = {}
         plan = label_plan(self.layout, config)
         self.labels = plan and LabelUpkeep(plan, self.layout.stores)
@@ -113,38 +115,50 @@ class Device:
         """Runs a batch; its logits."""
         if self.labels:
             self._label(batch.places)
-        if self._by_layer is None:
+        if self.by_layer is None:
             logits, self.cache = self.programs.run(self._of_step(forward, (), batch))
             return logits
-        rows = self._rows(batch)
+        return self.logits(self._rows(batch))
+
+    def logits(self, rows: Array) -> Array:
+        """Logits of the residual stream behind the last layer."""
         if rows.shape[0] == 0:
             return jnp.zeros((0, self.n_vocab), jnp.float32)
         return self.programs.run(self._of_rows(head, (), rows))
 
     def _rows(self, batch: Batch) -> Array:
         """The residual stream behind the last layer, of tokens whose logits are wanted."""
-        assert self._by_layer is not None
-        shapes = tuple([x.shape for x in jax.tree.leaves(batch)])
-        if shapes not in self._compiled:
+        assert self.by_layer is not None
+        return self.in_order((), batch, self.by_layer.rows)
+
+    def in_order(self, what: tuple, args: Any, walk: Callable[[Arrays, Any], Any]) -> Any:
+        """Runs programs that follow one another, when all of them are compiled.
+
+        Args:
+          what: tells walks apart whose `args` have equal shapes.
+          args: of the walk; which programs it calls follows from their shapes and `what`.
+          walk: calls programs by `Arrays.call`, also where that only begins them.
+
+        Returns:
+          What the walk gives.
+        """
+        key = *what, *[x.shape for x in jax.tree.leaves(args)]
+        if key not in self._compiled:
             # All of them, before the first one runs.
-            made = self.programs.compile_all(lambda begin: self._rows_ahead(begin, batch))
-            self._compiled[shapes] = made
-        arrays, run = Arrays(self.cache), self.programs.run
+            made = self.programs.compile_all(lambda begin: walk(Arrays(self.cache, begin), args))
+            self._compiled[key] = made
+        run = self.programs.run
         if self._place is None:
-            following = iter(self._compiled[shapes])
+            following = iter(self._compiled[key])
 
             def run(program: Program) -> Any:
                 return next(following)(*program.args)
 
+        arrays = Arrays(self.cache, run)
         try:
-            return self._by_layer.rows(run, arrays, batch)
+            return walk(arrays, args)
         finally:
             self.cache = arrays.cache()
-
-    def _rows_ahead(self, begin: Callable, batch: Batch) -> Any:
-        """The shape of `_rows`, whose programs are begun."""
-        assert self._by_layer is not None
-        return self._by_layer.rows(begin, Arrays(self.cache), batch)
 
     def _of_rows(self, run: Callable, static: tuple, rows: Any, *args: Any) -> Program:
         """A program that takes parameters outside of layers and a stream, and whatever else."""
@@ -163,7 +177,7 @@ class Device:
         """
         if self.labels:
             self._label(batch.places)
-        if self._by_layer is not None:
+        if self.by_layer is not None:
             return self.programs.run(self._of_rows(head_serve, (), self._rows(batch), sampler))
         found = self.programs.run(self._of_step(serve, (), batch, sampler))
         tokens, logits, self.cache = found
@@ -194,7 +208,7 @@ class Device:
 
     def decode(self, plan: LoopPlan, sampler: Sampler, n_best: int) -> tuple[Sampled, Sampler]:
         """Runs a plan of decode steps; what it sampled, and the sampler after it."""
-        if self._by_layer is not None and plan.shape[0] == 1:
+        if self.by_layer is not None and plan.shape[0] == 1:
             logits = self.forward(decode_loop.batch_of(plan, 0, plan.tokens))
             return self.sample(logits, sampler, n_best)
         if self.labels:
@@ -203,10 +217,14 @@ class Device:
         sampled, self.cache, sampler = self.programs.run(wanted)
         return sampled, sampler
 
-    def verify(self, program: Program) -> Verified:
-        """Runs a step with rounds of drafts, a `round_program`; what was sampled."""
-        verified, self.cache = self.programs.run(program)
-        return verified
+    def verify(self, step: RoundStep, how: RoundSpec) -> Verified:
+        """Runs a step with rounds of drafts; what was sampled."""
+        if self.by_layer is None:
+            wanted = round_program(self.programs, self.cache, step, how)
+            verified, self.cache = self.programs.run(wanted)
+            return verified
+        walk = functools.partial(round_by_layer, self.by_layer, how)
+        return self.in_order((how, n_drafting(step, how)), step, walk)
 
     def sample(self, logits: Array, sampler: Sampler, n_best: int) -> tuple[Sampled, Sampler]:
         """A token of each row of logits, and the sampler after it."""
@@ -237,10 +255,10 @@ class Device:
             n_tokens, self.spec.config.n_ubatch, self._nowhere, skips=self.skips_unwanted
         )
         for batch in batches:
-            if self._by_layer is None:
+            if self.by_layer is None:
                 begin(self._of_step(forward, (), batch))
                 continue
-            rows = self._rows_ahead(begin, batch)
+            rows = self.by_layer.rows(Arrays(self.cache, begin), batch)
             if rows.shape[0]:
                 begin(self._of_rows(head, (), rows))
 
@@ -252,16 +270,24 @@ class Device:
     def begin_decode(self, begin: Callable, loop: LoopSpec, sampler: Sampler) -> None:
         """Begins the programs of `decode` for one sequence, see `Programs.compile_all`."""
         plan = decode_loop.plan_run((0, 0), 0, self._nowhere(loop.stride), loop.stop_ids, 1)
-        if self._by_layer is None or loop.stride > 1:
+        if self.by_layer is None or loop.stride > 1:
             begin(self._of_step(decode_steps, (loop.n_best,), plan, sampler))
             return
-        rows = self._rows_ahead(begin, decode_loop.batch_of(plan, 0, plan.tokens))
+        batch = decode_loop.batch_of(plan, 0, plan.tokens)
+        rows = self.by_layer.rows(Arrays(self.cache, begin), batch)
         begin(self._of_rows(head, (), rows))
         begin(self.sample_program(sampler, loop.n_best))
 
     def empty_round(self, size: int, stop_ids: Sequence[int], sampler: Sampler) -> RoundStep:
         """A round of `size` tokens as programs are compiled for, which is written nowhere."""
         return plan_round([0], (0, 0), self._nowhere(size), size, stop_ids, sampler)
+
+    def begin_round(self, begin: Callable, step: RoundStep, how: RoundSpec) -> None:
+        """Begins the programs of `verify`, see `Programs.compile_all`."""
+        if self.by_layer is None:
+            begin(round_program(self.programs, self.cache, step, how))
+        else:
+            round_by_layer(self.by_layer, how, Arrays(self.cache, begin), step)
 
     def _nowhere(self, size: int) -> tuple[list[Places], StateIndex | None]:
         """Places of `size` tokens that are written nowhere and read nothing."""
@@ -432,14 +458,28 @@ def dispatched(model: Decoder, config: CacheConfig, *, is_divided: bool) -> tupl
 
 def forward(kind: ModelKind, params: tuple, cache: Cache, batch: Batch) -> tuple[Array, Cache]:
     """Logits of a batch."""
+    if kind.has_runs:
+        return _forward_by_kind(kind, params, cache, batch)
     return step.forward(kind.model(params), cache, batch, kind.spec)
+
+
+def _forward_by_kind(
+    kind: ModelKind, params: tuple, cache: Cache, batch: Batch
+) -> tuple[Array, Cache]:
+    """The functions of a step by layer as one program, in which equal ones are traced once."""
+    traced, arrays = TracedParams(kind, params), Arrays(cache, call_traced)
+    rows = StepByLayer(traced).rows(arrays, batch)
+    model = kind.outer(traced.rest)
+    if rows.shape[0] == 0:
+        return jnp.zeros((0, model.n_vocab), jnp.float32), arrays.cache()
+    return model.head(rows), arrays.cache()
 
 
 def serve(
     kind: ModelKind, params: tuple, cache: Cache, batch: Batch, sampler: Sampler
 ) -> tuple[Array, Array, Cache]:
     """A token for each output of a batch, and its logits."""
-    logits, cache = step.forward(kind.model(params), cache, batch, kind.spec)
+    logits, cache = forward(kind, params, cache, batch)
     tokens, _ = sample.sample_tokens(logits, sampler)
     return tokens, logits, cache
 
@@ -467,7 +507,8 @@ def decode_steps(
     kind: ModelKind, n_best: int, params: tuple, cache: Cache, plan: LoopPlan, sampler: Sampler
 ) -> tuple[Sampled, Cache, Sampler]:
     """A run of steps."""
-    return decode_loop.decode_many(kind.model(params), cache, plan, sampler, kind.spec, n_best)
+    run = functools.partial(forward, kind, params)
+    return decode_loop.decode_many(run, cache, plan, sampler, n_best)
 
 
 def scrub(kind: ModelKind, cache: Cache, released: Bool[Array, " R"]) -> Cache:

@@ -177,6 +177,14 @@ def step(
     return result, after
 
 
+def in_place(
+    run: Callable[[Array, StepAttention], Result], cache: Cache, batch: Batch, spec: StepSpec
+) -> tuple[Result, Cache]:
+    """As `step`, of tokens whose old entries are in its slots, and are seen by none."""
+    cells = emptied(cache.cells, batch, spec)
+    return step(run, dataclasses.replace(cache, cells=cells), batch, spec)
+
+
 def step_tokens(batch: Batch, spec: StepSpec) -> Int32[Array, " T"]:
     """The tokens of a batch, whole on each device of a mesh."""
     tokens = jnp.asarray(batch.tokens)
@@ -189,6 +197,14 @@ def vacated(cells: Sequence[Cells], batch: Batch, spec: StepSpec) -> tuple[Cells
     for i, places in zip(layout.store_of, batch.places, strict=True):
         if places.fresh is not None:
             found[i] = vacate(found[i], places.fresh, layout.stores[i].extent.block_size)
+    return tuple(found)
+
+
+def emptied(cells: Sequence[Cells], batch: Batch, spec: StepSpec) -> tuple[Cells, ...]:
+    """Cells without what is in the slots of a batch."""
+    found = list(cells)
+    for i, places in zip(spec.layout.store_of, batch.places, strict=True):
+        found[i] = vacate(found[i], jnp.asarray(places.slots), 1)
     return tuple(found)
 
 

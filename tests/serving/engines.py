@@ -14,9 +14,10 @@ from tests import retentiontoy, yocotoy
 from tests.indexedlm import IndexedLm
 from tests.latentlm import LatentLm
 from tests.sharedlm import SharedLm
-from tests.toys import DeltaLm, HybridLm, ToyLm
+from tests.toys import DeltaLm, HybridLm, KindedLm, ToyLm
 
-B, N_ROWS, N_BATCH = 4, 4, 16
+# Steps of one token and of up to 8: two programs an engine.
+B, N_ROWS, N_BATCH = 4, 4, 8
 WINDOWS = [MaskSpec(), *[MaskSpec(kind="window", size=9)] * 2]
 MODELS = {
     "full": ToyLm,
@@ -51,6 +52,7 @@ MODELS |= {
     "retention": retentiontoy.decoder,
     "latent": functools.partial(LatentLm, masks=WINDOWS[:2]),
     "indexed": IndexedLm,
+    "by layer": functools.partial(KindedLm, n_layers=4, masks=WINDOWS[:2] * 2),
     "full ropes": functools.partial(of_ropes, 100.0, 17.0, masks=[MaskSpec()] * 2),
 }
 

@@ -18,7 +18,6 @@ from kvrt.drafts.drafter import DraftContext, Speculation
 from kvrt.drafts.layer_skip import LayerSkip
 from kvrt.program.batch import Batch
 from kvrt.program.device import Device
-from kvrt.program.rounds.layer_skip import round_program
 from kvrt.program.rounds.round import Drafted, RoundSpec, RoundStep, Verified, plan_rounds
 from kvrt.program.sample import Sampler
 from kvrt.serving.cache.base import Space
@@ -134,10 +133,7 @@ class EngineDrafts:
 
     def run(self, step: RoundStep) -> Verified:
         """Dispatches a step."""
-        how = RoundSpec(exit_layer=self._spec.exit_layer)
-        return self._device.verify(
-            round_program(self._device.programs, self._device.cache, step, how)
-        )
+        return self._device.verify(step, RoundSpec(exit_layer=self._spec.exit_layer))
 
     def read(self, launched: LaunchedRounds) -> dict[SeqState, list[int]]:
         """The tokens that a step sampled, by sample, when they are there."""
