@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 
@@ -71,5 +72,5 @@ def slots_of(spec: SlotSpec, arrays: tuple[AnyArray, ...]) -> HeadSlots:
 
 
 @functools.cache
-def _structure(spec: SlotSpec) -> jax.tree_util.PyTreeDef:
+def _structure(spec: SlotSpec) -> Any:
     return jax.tree.structure(jax.eval_shape(lambda: empty_slots(spec)))
