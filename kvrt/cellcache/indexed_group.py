@@ -11,7 +11,7 @@ from kvrt.cellcache import group as groups
 from kvrt.cellcache.group import CellGroup, FoundSlots
 from kvrt.cells import Cells, blocks_of, owned, place, plan_slots
 from kvrt.cells import n_used as count_used
-from kvrt.cells.slots import Places, pad, place_one
+from kvrt.cells.slots import Places, StepTokens, pad, place_one
 from kvrt.config import MAX_POS, CacheConfig, GroupSpec
 from kvrt.sizes import Extent, extent
 from kvrt.upkeep import shift
@@ -143,19 +143,18 @@ class IndexedGroup:
             self._pos_max[seq_id] = groups.n_past(self.group, seq_id) - 1
         return self._pos_max[seq_id]
 
-    def places(
-        self, slots: np.ndarray, size: int, first: Mapping[int, int], *, ahead: bool = False
-    ) -> Places:
-        """Slots of `size` tokens and the blocks they read; with `ahead` those of the slots too."""
-        if ahead and not self._scans:
-            self._index.padded(self.cells, first)
-            for s in first:
-                self._index.add(s, slots)
+    def places(self, slots: np.ndarray, step: StepTokens) -> Places:
+        """Slots of a step's tokens, and the blocks that they read."""
+        early, first = step.cached_early, step.first
         if self._scans:
-            blocks, n_blocks = self._padded_scan(first, slots if ahead else slots[:0])
+            blocks, n_blocks = self._padded_scan(first, slots if early else slots[:0])
         else:
+            if early:
+                self._index.padded(self.cells, first)
+                for s in first:
+                    self._index.add(s, slots)
             blocks, n_blocks = self._index.padded(self.group.cells, first)
-        slots = pad(slots, size, self.extent.n_slots)
+        slots = step.spread(slots, self.extent.n_slots)
         return Places(slots=slots, blocks=blocks, n_blocks=n_blocks)
 
     def _padded_scan(

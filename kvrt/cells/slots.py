@@ -5,7 +5,10 @@ A slot equal to the number of cells is padding and is dropped wherever slots are
 Source: llama.cpp `llama_kv_cache::find_slot`, the newest rule.
 """
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -74,6 +77,87 @@ class Places:
     n_blocks: Int32[AnyArray, ""]
     seq_blocks: SeqBlocks | None = None
     fresh: Int32[AnyArray, " F"] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepTokens:
+    """The n tokens of one step, and where they stand in its arrays.
+
+    First come tokens of as many sequences, which read block lists of their own, padded to n_lists;
+    then all others, padded to `size` in all.
+
+    Attributes:
+      tokens: ids. `[n]`
+      pos: positions. `[n]`
+      seq_ids: sequences. `[n]`
+      size: tokens of the arrays, padding included (T).
+      n_single: tokens with a block list of their own.
+      n_lists: those lists, padding included.
+      cached_early: whether tokens are cached before later ones of the step read them.
+    """
+
+    tokens: Int32[np.ndarray, " n"]
+    pos: Int32[np.ndarray, " n"]
+    seq_ids: Int32[np.ndarray, " n"]
+    size: int
+    n_single: int = 0
+    n_lists: int = 0
+    cached_early: bool = False
+
+    @functools.cached_property
+    def first(self) -> Mapping[int, int]:
+        """By sequence, the position of its first token; tokens of one follow each other."""
+        return _firsts(self.seq_ids, self.pos)
+
+    @property
+    def first_behind(self) -> Mapping[int, int]:
+        """As `first`, of the sequences that share a block list."""
+        return _firsts(self.seq_ids[self.n_single :], self.pos[self.n_single :])
+
+    def read_blocks(
+        self, blocks: np.ndarray, slots: Int32[np.ndarray, " n"], block_size: int
+    ) -> np.ndarray:
+        """The blocks that tokens without a list of their own read, each once.
+
+        Args:
+          blocks: of what was cached before the step.
+          slots: of the step's tokens, which are read where they are `cached_early`.
+          block_size: cells of a block.
+        """
+        if not self.cached_early:
+            return blocks
+        own = slots[self.n_single :] // block_size
+        return np.array(list(dict.fromkeys([*blocks.tolist(), *own.tolist()])), np.int32)
+
+    def spread(self, values: Int32[np.ndarray, " n"], fill: int) -> Int32[np.ndarray, " T"]:
+        """Values of the tokens at their places in the step's arrays."""
+        out, n = np.full(self.size, fill, np.int32), self.n_single
+        out[:n] = values[:n]
+        out[self.n_lists : self.n_lists + len(values) - n] = values[n:]
+        return out
+
+
+def one_sequence(
+    tokens: Sequence[int] | np.ndarray, seq_id: int, first: int, size: int
+) -> StepTokens:
+    """A step of one sequence's tokens, at `first` and the positions behind it."""
+    n = len(tokens)
+    pos, seq_ids = np.arange(first, first + n, dtype=np.int32), np.full(n, seq_id, np.int32)
+    return StepTokens(tokens=np.asarray(tokens, np.int32), pos=pos, seq_ids=seq_ids, size=size)
+
+
+Step = TypeVar("Step", bound=StepTokens)
+
+
+def only(step: Step, stays: Bool[np.ndarray, " n"], **new: Any) -> Step:
+    """A step of the tokens that stay alone, with other fields of its own."""
+    of = {x: getattr(step, x)[stays] for x in ("tokens", "pos", "seq_ids")}
+    return dataclasses.replace(step, **(of | new))
+
+
+def _firsts(seq_ids: np.ndarray, pos: np.ndarray) -> dict[int, int]:
+    at = np.flatnonzero(np.diff(seq_ids, prepend=-1))
+    return dict(zip(seq_ids[at].tolist(), pos[at].tolist(), strict=True))
 
 
 def pad(values: Sequence[int] | np.ndarray, size: int, fill: int) -> np.ndarray:

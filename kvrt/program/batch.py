@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvrt.arrays import AnyArray, Int32, state
-from kvrt.cells.slots import Places, pad
+from kvrt.cells.slots import Places, StepTokens, pad
 from kvrt.store.recurrent import StateIndex
 
 
@@ -50,6 +50,29 @@ def without_outputs(batch: Batch) -> Batch:
     return dataclasses.replace(batch, out_ids=np.zeros(0, np.int32))
 
 
+def to_batch(
+    step: StepTokens,
+    where: tuple[Sequence[Places], StateIndex | None],
+    out_ids: Int32[np.ndarray, " R"],
+    tokens: AnyArray | None = None,
+) -> Batch:
+    """The arrays of a step, whose tokens the device may have already."""
+    places, states = where
+    return Batch(
+        tokens=step.spread(step.tokens, 0) if tokens is None else tokens,
+        pos=step.spread(step.pos, -1),
+        seq_ids=step.spread(step.seq_ids, -1),
+        places=tuple(places),
+        states=states,
+        out_ids=out_ids,
+    )
+
+
+def some_outputs(wanted: Sequence[int], size: int) -> Int32[np.ndarray, " R"]:
+    """Tokens of a step whose logits are wanted: one or all, so two programs a bucket at most."""
+    return pad(wanted, 1 if len(wanted) <= 1 else size, 0)
+
+
 def padded(
     tokens: np.ndarray,
     pos: np.ndarray,
@@ -58,16 +81,9 @@ def padded(
     where: tuple[Sequence[Places], StateIndex | None],
     size: int,
 ) -> Batch:
-    """A batch of `size` tokens; one output or all of them, so two programs a bucket at most."""
-    places, states = where
-    return Batch(
-        tokens=pad(tokens, size, 0),
-        pos=pad(pos, size, -1),
-        seq_ids=pad(seq_ids, size, -1),
-        places=tuple(places),
-        states=states,
-        out_ids=pad(out_ids, 1 if len(out_ids) <= 1 else size, 0),
-    )
+    """A batch of `size` tokens with `some_outputs`."""
+    step = StepTokens(tokens=tokens, pos=pos, seq_ids=seq_ids, size=size)
+    return to_batch(step, where, some_outputs(out_ids, size))
 
 
 def prompt_batches(

@@ -109,17 +109,21 @@ class Device:
 
     # --- steps ---------------------------------------------------------------------------------
 
-    def forward(self, batch: Batch) -> Array:
-        """Runs a batch; its logits."""
+    def forward(self, batch: Batch, sampler: Sampler | None = None) -> tuple[Array, Array | None]:
+        """Runs a batch; its logits, and with a sampler a token sampled from each output's.
+
+        Nobody waits for them here: the next batch may have what `sampled` makes of the tokens.
+        """
         if self.labels:
             self._label(batch.places)
         if self._by_layer is None:
-            logits, self.cache = self.programs.run(self._of_step(forward, (), batch))
-            return logits
+            found = self.programs.run(self._of_step(forward, (), batch, sampler))
+            logits, tokens, self.cache = found
+            return logits, tokens
         rows = self._rows(batch)
         if rows.shape[0] == 0:
-            return jnp.zeros((0, self.n_vocab), jnp.float32)
-        return self.programs.run(self._of_rows(head, (), rows))
+            return jnp.zeros((0, self.n_vocab), jnp.float32), None
+        return self.programs.run(self._of_rows(head, (), rows, sampler))
 
     def _rows(self, batch: Batch) -> Array:
         """The residual stream behind the last layer, of tokens whose logits are wanted."""
@@ -156,25 +160,12 @@ class Device:
         static, args = (self.programs.kind, *static), (self.programs.params, self.cache, *args)
         return Program(run, static, args, donate=(1,), n_known=2)
 
-    def serve(self, batch: Batch, sampler: Sampler) -> tuple[Array, Array]:
-        """Runs a batch of many sequences; a token sampled from each output, and the logits.
-
-        Nobody waits for them here: the next batch may have what `sampled` makes of the tokens.
-        """
-        if self.labels:
-            self._label(batch.places)
-        if self._by_layer is not None:
-            return self.programs.run(self._of_rows(head_serve, (), self._rows(batch), sampler))
-        found = self.programs.run(self._of_step(serve, (), batch, sampler))
-        tokens, logits, self.cache = found
-        return tokens, logits
-
     def sampled(self, tokens: Array, source: np.ndarray) -> Array:
-        """Of tokens that `serve` sampled those at `source`, as the input of another batch."""
+        """Of tokens that `forward` sampled those at `source`, as the input of another batch."""
         return self.programs.run(Program(sampled, (), (tokens, source)))
 
     def read(self, tokens: Array) -> np.ndarray:
-        """What `serve` sampled, when it is there."""
+        """What `forward` sampled, when it is there."""
         return np.asarray(tokens)  # sync: the scheduler has to know who ends
 
     @property
@@ -195,7 +186,7 @@ class Device:
     def decode(self, plan: LoopPlan, sampler: Sampler, n_best: int) -> tuple[Sampled, Sampler]:
         """Runs a plan of decode steps; what it sampled, and the sampler after it."""
         if self._by_layer is not None and plan.shape[0] == 1:
-            logits = self.forward(decode_loop.batch_of(plan, 0, plan.tokens))
+            logits, _ = self.forward(decode_loop.batch_of(plan, 0, plan.tokens))
             return self.sample(logits, sampler, n_best)
         if self.labels:
             self._label(plan.places)
@@ -238,11 +229,11 @@ class Device:
         )
         for batch in batches:
             if self._by_layer is None:
-                begin(self._of_step(forward, (), batch))
+                begin(self._of_step(forward, (), batch, None))
                 continue
             rows = self._rows_ahead(begin, batch)
             if rows.shape[0]:
-                begin(self._of_rows(head, (), rows))
+                begin(self._of_rows(head, (), rows, None))
 
     def sample_program(self, sampler: Sampler, n_best: int) -> Program:
         """The program of `sample` for one sequence."""
@@ -256,7 +247,7 @@ class Device:
             begin(self._of_step(decode_steps, (loop.n_best,), plan, sampler))
             return
         rows = self._rows_ahead(begin, decode_loop.batch_of(plan, 0, plan.tokens))
-        begin(self._of_rows(head, (), rows))
+        begin(self._of_rows(head, (), rows, None))
         begin(self.sample_program(sampler, loop.n_best))
 
     def empty_round(self, size: int, stop_ids: Sequence[int], sampler: Sampler) -> RoundStep:
@@ -430,31 +421,20 @@ def dispatched(model: Decoder, config: CacheConfig, *, is_divided: bool) -> tupl
 # --- programs ----------------------------------------------------------------------------------
 
 
-def forward(kind: ModelKind, params: tuple, cache: Cache, batch: Batch) -> tuple[Array, Cache]:
-    """Logits of a batch."""
-    return step.forward(kind.model(params), cache, batch, kind.spec)
-
-
-def serve(
-    kind: ModelKind, params: tuple, cache: Cache, batch: Batch, sampler: Sampler
-) -> tuple[Array, Array, Cache]:
-    """A token for each output of a batch, and its logits."""
+def forward(
+    kind: ModelKind, params: tuple, cache: Cache, batch: Batch, sampler: Sampler | None
+) -> tuple[Array, Array | None, Cache]:
+    """Logits of a batch, and with a sampler a token for each output."""
     logits, cache = step.forward(kind.model(params), cache, batch, kind.spec)
-    tokens, _ = sample.sample_tokens(logits, sampler)
-    return tokens, logits, cache
+    return logits, sampler and sample.sample_tokens(logits, sampler)[0], cache
 
 
-def head(kind: ModelKind, rest: tuple, rows: Float[Array, "R E"]) -> Float[Array, "R V"]:
-    """Logits of a stream."""
-    return kind.outer(rest).head(rows)
-
-
-def head_serve(
-    kind: ModelKind, rest: tuple, rows: Float[Array, "R E"], sampler: Sampler
-) -> tuple[Array, Array]:
-    """A token for each row of a stream, and its logits."""
-    logits = head(kind, rest, rows)
-    return sample.sample_tokens(logits, sampler)[0], logits
+def head(
+    kind: ModelKind, rest: tuple, rows: Float[Array, "R E"], sampler: Sampler | None
+) -> tuple[Float[Array, "R V"], Array | None]:
+    """Logits of a stream, and with a sampler a token for each row."""
+    logits = kind.outer(rest).head(rows)
+    return logits, sampler and sample.sample_tokens(logits, sampler)[0]
 
 
 def sampled(tokens: Array, source: Array) -> Array:

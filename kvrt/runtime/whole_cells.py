@@ -15,12 +15,12 @@ from kvrt.attention.scored.tapped import TappedAttend, cell_sums
 from kvrt.attention.step_attention import StepAttention
 from kvrt.attention.types import AttendArgs
 from kvrt.cache.cell_cache import CellCache
-from kvrt.cache.runner import Runner
 from kvrt.cellcache import history
 from kvrt.cells.edits import Remove
+from kvrt.cells.slots import StepTokens
 from kvrt.errors import BadConfig, BadRange, CannotRewind, UsageError
 from kvrt.kv_types import CHANNEL_CODECS
-from kvrt.program.batch import Batch, bucket
+from kvrt.program.batch import Batch, bucket, some_outputs, to_batch
 from kvrt.program.layer_range import in_place
 from kvrt.program.programs import ModelKind, Program
 from kvrt.program.step import Cache
@@ -112,9 +112,10 @@ def _scores(
     cache.flush()
     (pos, ids), host = held, cache.host
     slots = [x.by_position(seq_id) for x in host.groups]
-    plan = host.held(seq_id, int(pos[at[0]]), [of[at] for of in slots])
-    size = bucket(len(at), cache.config.n_ubatch)
-    batch = Runner(cache).batch(plan, ids[at], pos[at], [], size)
+    mine, size = np.full(len(at), seq_id, np.int32), bucket(len(at), cache.config.n_ubatch)
+    step = StepTokens(tokens=ids[at], pos=pos[at], seq_ids=mine, size=size)
+    where = host.places(step, [of[at] for of in slots])
+    batch = to_batch(step, where, some_outputs([], size))
     programs = cache.device.programs
     # sync: the host chooses.
     args = programs.params, cache.device.cache, batch

@@ -379,4 +379,3 @@ def _results(path: Path) -> dict[str, list[int]]:
     found = [json.loads(line) for line in lines]
     assert len({x["id"] for x in found}) == len(found), "a request twice"
     return {x["id"]: x["tokens"] for x in found}
-

@@ -135,7 +135,7 @@ def test_no_program_of_an_engine_copies_the_cache(kind, mode):
     cache = large.device.cache
     n_cells = cache.cells[0].pos.size
     found = [temp_bytes(x.programs) for x in (small, large)]
-    assert set(found[0]) == ({"serve", "move_blocks"} if mode == "paged" else {"serve"})
+    assert set(found[0]) == ({"forward", "move_blocks"} if mode == "paged" else {"forward"})
     check(*found, sum(map(kv_store.kv_bytes, cache.stores)), layer_bytes(cache, n_cells))
 
 

@@ -7,9 +7,9 @@ from scripts import walk
 
 pytestmark = pytest.mark.slow
 
-# Files, and about how many lines of the functions entered. These may only shrink. Those of a Runtime
-# have grown once, from 15 / 470 and 32 / 1,316: a call runs under kvrt's settings of JAX, takes
-# NumPy's integers, and is refused in a forked process and after `close`.
+# Files, and about how many lines of the functions entered. These may only shrink. Those of a
+# Runtime have grown once, from 15 / 470 and 32 / 1,316: a call runs under kvrt's settings of JAX,
+# takes NumPy's integers, and is refused in a forked process and after `close`.
 LIMITS = {
     "warm": (16, 502),
     "traced": (33, 1425),

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvrt.arrays import Bool, Int32
+from kvrt.cellcache.host_cells import Where
 from kvrt.cells.edits import SeqEdit
 from kvrt.cells.slots import Places, SeqBlocks, pad
 from kvrt.paged.layout.spec import PagedPlan
@@ -148,10 +149,10 @@ class PagedArrays:
 
     # --- a step's tokens -----------------------------------------------------------------------
 
-    def place(self, step: StepBatch) -> tuple[tuple[Places, ...], StateIndex | None]:
+    def place(self, step: StepBatch) -> Where:
         """Slots and blocks of a step's tokens, by group of the layout, and state indices."""
         self._written = []
-        fresh = {p: c.fresh(step.n_seq_max + self._n_new(p, step)) for p, c in self._cells.items()}
+        fresh = {p: c.fresh(step.n_lists + self._n_new(p, step)) for p, c in self._cells.items()}
         found = {g: self._places(g, step) for g, _ in self._attended}
         for g, places in found.items():
             # One group of a pool says it, for all.
@@ -164,7 +165,7 @@ class PagedArrays:
             self._shift()
         return tuple(Places(**found[g]) for g in self._group_of), self._states(step)
 
-    def commit(self, step: StepBatch, stays: Bool[np.ndarray, " n"] | None = None) -> None:
+    def append(self, step: StepBatch, stays: Bool[np.ndarray, " n"] | None = None) -> None:
         """The step that was placed wrote its tokens, or those of them that stay."""
         for cells, slots in self._written:
             cells.write(slots if stays is None else slots[stays], step.pos, step.seq_ids)
@@ -207,18 +208,19 @@ class PagedArrays:
         """Blocks that prompts may take in a step in all groups of a pool."""
         groups = self._plan.groups
         sizes = [groups[g].block_size for g, c in self._attended if c is self._cells[pool]]
-        return (len(sizes) - 1) * step.n_seq_max + sum(step.n_prompt // b for b in sizes)
+        n = step.size - step.n_lists
+        return (len(sizes) - 1) * step.n_lists + sum(n // b for b in sizes)
 
     def _places(self, g: int, step: StepBatch) -> dict:
         table, pool = self._tables[g], self._plan.groups[g].pool
         # Where tokens share positions, a token's place is by its number and not by its position.
         index = step.n_before if self._extends else step.pos
-        slots, n = table.slots(step.seq_ids, index), len(step.decode)
+        slots, n = table.slots(step.seq_ids, index), step.n_single
         self._written.append((self._cells[pool], slots))
-        tables, n_blocks = table.read(step.seq_ids[:n], index[:n], step.n_seq_max)
+        tables, n_blocks = table.read(step.seq_ids[:n], index[:n], step.n_lists)
         lists = [table.block_list(c.seq_id, c.n_before) for c in step.prompts]
         read = np.array(list(dict.fromkeys(x for ids in lists for x in ids.tolist())), np.int32)
-        blocks = step.prompt_blocks(read, slots, table.block_size)
+        blocks = step.read_blocks(read, slots, table.block_size)
         n_pool = self._layout.stores[self.store_of[pool]].extent.n_blocks
         return {
             "slots": step.spread(slots, len(self._cells[pool].cells.pos)),
