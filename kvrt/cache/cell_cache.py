@@ -91,6 +91,8 @@ class CellCache:
         if any([x.stale or x.pending for x in self.host.groups]):
             self.flush()
         self._plan = plan = self.host.find(step.seq_ids, step.first)
+        for s in step.first if self.host.has_history else ():
+            self.logits.forget(s)
         return self.host.places(step, [x.slots for x in plan.found], plan.states)
 
     def append(self, step: StepTokens, stays: Bool[np.ndarray, " n"] | None = None) -> None:

@@ -15,16 +15,16 @@ import numpy as np
 
 from kvrt.arrays import AnyArray, Bool, Int32
 from kvrt.cellcache.host_cells import Where
-from kvrt.cells.slots import Places, StepTokens, pad
+from kvrt.cells.slots import Places, StepTokens
 from kvrt.program.batch import Batch, to_batch
 from kvrt.program.device import Device
 from kvrt.program.rounds.layer_skip import round_program
-from kvrt.program.rounds.round import Drafted, RoundSpec, RoundStep, Verified, plan_rounds
+from kvrt.program.rounds.round import Drafted, RoundSpec, Verified, round_step
 from kvrt.program.sample import Sampler
 
 Found = TypeVar("Found")
-# Gets a step and its places before it runs, and returns those that it runs with.
-OnPlaced = Callable[[StepTokens, tuple[Places, ...]], tuple[Places, ...]]
+# A step and its places by group of layers, to places in which sequences may share what they read.
+Share = Callable[[StepTokens, tuple[Places, ...]], tuple[Places, ...]]
 
 
 @runtime_checkable
@@ -52,7 +52,7 @@ class Runner:
         self,
         device: Device,
         space: StepSpace,
-        on_placed: OnPlaced | None = None,
+        share: Share | None = None,
         check: Callable[[Any], None] | None = None,
     ):
         """Takes a device and the cache on it, which others may edit between steps.
@@ -60,18 +60,10 @@ class Runner:
         Args:
           device: runs programs.
           space: the cache.
-          on_placed: called with each step's places, before it runs; None leaves them.
-          check: called with the arrays of each step, before it runs.
+          share: of a step's places those that it runs with.
+          check: called with the arrays of each step before it runs.
         """
-        self._device, self._space = device, space
-        self._on_placed, self._check = on_placed, check
-
-    def place(self, step: StepTokens, out_ids: np.ndarray, tokens: AnyArray | None = None) -> Batch:
-        """Places a step; its arrays, see `to_batch`; raises CacheFull."""
-        places, states = self._space.place(step)
-        if self._on_placed:
-            places = self._on_placed(step, places)
-        return to_batch(step, (places, states), out_ids, tokens)
+        self._device, self._space, self._share, self._check = device, space, share, check
 
     def run(
         self,
@@ -80,18 +72,11 @@ class Runner:
         program: Callable[[Batch], Found],
         tokens: AnyArray | None = None,
     ) -> Found:
-        """Runs a program on a step, all tokens of which stay; what it gives, not waited for.
+        """What a program gives for a step, all tokens of which stay; not waited for.
 
-        Args:
-          step: new tokens.
-          out_ids: outputs.
-          program: takes a batch.
-          tokens: the step's, where the device has them and the host does not know them yet.
-
-        Raises:
-          CacheFull: there is no room for the tokens.
+        The device may have `tokens` that the host does not know yet. Raises CacheFull.
         """
-        batch = self.place(step, out_ids, tokens)
+        batch = to_batch(step, self._place(step), out_ids, tokens)
         if self._check:
             self._check(batch)
         found = program(batch)
@@ -106,24 +91,16 @@ class Runner:
         how: RoundSpec,
         sampler: Sampler,
     ) -> Verified:
-        """Runs a step some of whose sequences have drafts; not read, and nothing is appended.
+        """What a step with drafts gives, see `round_step`; nothing is read nor appended yet.
 
-        Args:
-          step: tokens with a list of their own, then those of the rounds.
-          drafted: of each round.
-          size: rounds and drafts that the program is compiled for.
-          how: what it is compiled for besides.
-          sampler: of every sequence, those without drafts first.
-
-        Raises:
-          CacheFull: there is no room for the tokens.
+        Raises CacheFull.
         """
-        n_seqs = len(sampler.seed)
-        rounds, outputs = plan_rounds(drafted, size, n_seqs, step.size)
-        firsts = [*range(step.n_single), *(x.first for x in drafted)]
-        batch = self.place(step, np.concatenate([pad(firsts, n_seqs, 0), outputs]))
-        arrays = RoundStep(batch=batch, rounds=rounds, sampler=sampler)
+        arrays = round_step(step, self._place(step), drafted, size, sampler)
         if self._check:
             self._check(arrays)
         program = round_program(self._device.programs, self._device.cache, arrays, how)
         return self._device.verify(program)
+
+    def _place(self, step: StepTokens) -> Where:
+        places, states = self._space.place(step)
+        return (self._share(step, places) if self._share else places), states

@@ -64,7 +64,8 @@ class SlotPlan:
 class HostCells:
     """An indexed group of cells for each group of attention layers, states and token history.
 
-    `packs` says whether cells are packed before a step where many are empty between others.
+    `packs` says whether cells are packed before a step where many are empty between others, and
+    `has_history` whether the tokens of each sequence, and what its next one is sampled from, are.
 
     Attributes:
       groups: in the order of the model's groups.
@@ -78,7 +79,7 @@ class HostCells:
       checkpoints: where sequences can be cut back to beside their newest tokens.
     """
 
-    packs = True
+    packs = has_history = True
 
     def __init__(
         self,
@@ -140,7 +141,8 @@ class HostCells:
         """Replaces the contents by edited ones."""
         for indexed, group in zip(self.groups, new.groups, strict=True):
             indexed.replace(group)
-        self.states, self.history, self.checkpoints = new.states, new.history, new.checkpoints
+        self.states, self.checkpoints = new.states, new.checkpoints
+        self.history = new.history if self.has_history else TokenHistory()
 
     @property
     def n_free(self) -> int:
@@ -254,7 +256,8 @@ class HostCells:
 
     def append(self, plan: SlotPlan, pos: np.ndarray, ids: np.ndarray) -> None:
         """Adds all tokens of a plan, which a step has written in every layer."""
-        self.history = history.append(self.history, plan.seq_ids, pos, ids)
+        if self.has_history:
+            self.history = history.append(self.history, plan.seq_ids, pos, ids)
         for indexed, found in zip(self.groups, plan.found, strict=True):
             indexed.append(found, pos, plan.seq_ids)
         if plan.states is not None:

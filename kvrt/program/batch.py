@@ -4,14 +4,13 @@ Everything is decided on the host, in NumPy, and padded to a bucket, so that few
 every batch.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from kvrt.arrays import AnyArray, Int32, state
-from kvrt.cells.slots import Places, StepTokens, pad
+from kvrt.cells.slots import Places, StepTokens, one_sequence, pad
 from kvrt.store.recurrent import StateIndex
 
 
@@ -45,11 +44,6 @@ def bucket(n: int, n_ubatch: int) -> int:
     return next(s for s in buckets(n_ubatch) if s >= n)
 
 
-def without_outputs(batch: Batch) -> Batch:
-    """A batch of which no logits are wanted, for models whose last layers then have no work."""
-    return dataclasses.replace(batch, out_ids=np.zeros(0, np.int32))
-
-
 def to_batch(
     step: StepTokens,
     where: tuple[Sequence[Places], StateIndex | None],
@@ -68,22 +62,16 @@ def to_batch(
     )
 
 
-def some_outputs(wanted: Sequence[int], size: int) -> Int32[np.ndarray, " R"]:
-    """Tokens of a step whose logits are wanted: one or all, so two programs a bucket at most."""
+def some_outputs(
+    wanted: Sequence[int], size: int, *, skips: bool = False
+) -> Int32[np.ndarray, " R"]:
+    """Tokens of a step whose logits are wanted: one or all, so two programs a bucket at most.
+
+    None at all for a model that `skips` its last layers then.
+    """
+    if skips and not wanted:
+        return np.zeros(0, np.int32)
     return pad(wanted, 1 if len(wanted) <= 1 else size, 0)
-
-
-def padded(
-    tokens: np.ndarray,
-    pos: np.ndarray,
-    seq_ids: np.ndarray,
-    out_ids: Sequence[int],
-    where: tuple[Sequence[Places], StateIndex | None],
-    size: int,
-) -> Batch:
-    """A batch of `size` tokens with `some_outputs`."""
-    step = StepTokens(tokens=tokens, pos=pos, seq_ids=seq_ids, size=size)
-    return to_batch(step, where, some_outputs(out_ids, size))
 
 
 def prompt_batches(
@@ -95,16 +83,16 @@ def prompt_batches(
       n_tokens: of the prompt.
       n_ubatch: of a step at most.
       place: where tokens are written of which there are so many.
-      skips: steps before the last have no outputs, see `without_outputs`.
+      skips: steps before the last have no outputs, see `some_outputs`.
     """
     if not n_tokens:
         return []
-    none, n_last = np.zeros(0, np.int32), (n_tokens - 1) % n_ubatch + 1
+    n_last = (n_tokens - 1) % n_ubatch + 1
     before = [(n_ubatch, skips)] if n_tokens > n_ubatch else []
     wanted = [*before, (bucket(n_last, n_ubatch), False)]
 
     def batch(size: int, without: bool) -> Batch:
-        made = padded(none, none, none, [], place(size), size)
-        return without_outputs(made) if without else made
+        out_ids = some_outputs([], size, skips=without)
+        return to_batch(one_sequence([], 0, 0, size), place(size), out_ids)
 
     return [batch(*x) for x in dict.fromkeys(wanted)]

@@ -16,7 +16,7 @@ from kvrt.attention.choice.decide import AttentionChoice, among_processes
 from kvrt.attention.contract import Decoder
 from kvrt.attention.select.labels import label_bytes
 from kvrt.cells import Cells, lengthened
-from kvrt.cells.slots import Places, pad
+from kvrt.cells.slots import Places, one_sequence, pad
 from kvrt.config import CacheConfig
 from kvrt.errors import BadConfig
 from kvrt.program import decode_loop, sample, step
@@ -31,7 +31,7 @@ from kvrt.program.layers.by_layer import Arrays, StepByLayer, reason_for_whole
 from kvrt.program.layout import Layout, mixes_rotations
 from kvrt.program.mesh import Placement
 from kvrt.program.programs import ModelKind, Program, Programs
-from kvrt.program.rounds.round import RoundStep, Verified, plan_round
+from kvrt.program.rounds.round import Drafted, RoundStep, Verified, round_step
 from kvrt.program.sample import Sampler
 from kvrt.program.step import Cache, StepSpec
 from kvrt.store import kv as kv_store
@@ -252,7 +252,9 @@ class Device:
 
     def empty_round(self, size: int, stop_ids: Sequence[int], sampler: Sampler) -> RoundStep:
         """A round of `size` tokens as programs are compiled for, which is written nowhere."""
-        return plan_round([0], (0, 0), self._nowhere(size), size, stop_ids, sampler)
+        drafted = Drafted(0, 0, sampler.recent.shape[1], (), stop_ids)
+        step, where = one_sequence([0], 0, 0, size), self._nowhere(size)
+        return round_step(step, where, [drafted], (1, size - 1), sampler)
 
     def _nowhere(self, size: int) -> tuple[list[Places], StateIndex | None]:
         """Places of `size` tokens that are written nowhere and read nothing."""

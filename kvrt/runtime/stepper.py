@@ -13,7 +13,7 @@ from kvrt.cache.last_logits import ResumePoint
 from kvrt.cache.runner import Runner
 from kvrt.cellcache import history
 from kvrt.cells.edits import Remove
-from kvrt.cells.slots import Places, StepTokens, one_sequence, only, pad
+from kvrt.cells.slots import StepTokens, one_sequence, only
 from kvrt.drafts.back_off import BackOff, after_round
 from kvrt.drafts.drafter import DraftContext, Drafter, Speculation
 from kvrt.drafts.layer_skip import LayerSkip
@@ -81,7 +81,7 @@ class Stepper:
         self.n_vocab, self.device = n_vocab, cache.device
         self.cache = self._cache = cache
         self._host, self._config = cache.host, cache.config
-        self.runner = Runner(cache.device, cache, self._on_placed)
+        self.runner = Runner(cache.device, cache)
 
     def append(
         self,
@@ -167,8 +167,7 @@ class Stepper:
         try:
             for start in range(0, len(ids), n_ubatch):
                 part = ids[start : start + n_ubatch]
-                size = bucket(len(part), n_ubatch)
-                step = one_sequence(part, seq_id, first + start, size)
+                step = one_sequence(part, seq_id, first + start, self._bucket(len(part)))
                 logits = self._step(step, [len(part) - 1])
                 host.history = history.filled(host.history, seq_id, first + start, len(part))
                 n_done = start + len(part)
@@ -191,7 +190,7 @@ class Stepper:
             for s in seqs:
                 cache.extend(s)
         pos = np.array([host.pos_max(s) + 1 for s in seqs], np.int32)
-        size, seq_ids = bucket(n, self._config.n_ubatch), np.array(seqs, np.int32)
+        seq_ids, size = np.array(seqs, np.int32), self._bucket(n)
         step = StepTokens(tokens=ids, pos=pos, seq_ids=seq_ids, size=size)
         logits = self._step(step, range(n))
         for i, s in enumerate(seqs):
@@ -279,13 +278,13 @@ class Stepper:
         """
         n = self._n_ahead(seq_id, n_steps)
         step = self._at_end([token] * n, seq_id, loop.stride)
-        batch = self.runner.place(dataclasses.replace(step, cached_early=n > 1), pad([0], 1, 0))
-        fed, where = (token, int(step.pos[0])), (batch.places, batch.states)
-        run = plan_run(fed, seq_id, where, loop.stop_ids, n)
+        where = self._cache.place(dataclasses.replace(step, cached_early=n > 1))
+        first = int(step.pos[0])
+        run = plan_run((token, first), seq_id, where, loop.stop_ids, n)
         ran = read_run(*self.device.decode(run, sampler, loop.n_best))
         self._keep(step, ran.tokens)
         if self._config.select:
-            self._cache.note_reads(seq_id, fed[1])
+            self._cache.note_reads(seq_id, first)
         return ran
 
     def run_round(
@@ -323,25 +322,21 @@ class Stepper:
 
     def _step(self, step: StepTokens, wanted: Sequence[int]) -> Array:
         """Runs a step of tokens that stay; the logits of those `wanted`."""
-        skips = not wanted and self.device.skips_unwanted
-        out_ids = np.zeros(0, np.int32) if skips else some_outputs(wanted, step.size)
+        out_ids = some_outputs(wanted, step.size, skips=self.device.skips_unwanted)
         logits, _ = self.runner.run(step, out_ids, self.device.forward)
         if self._config.select and len(step.tokens) == 1:
             self._cache.note_reads(int(step.seq_ids[0]), int(step.pos[0]))
         return logits if len(logits) == len(wanted) else logits[: len(wanted)]
 
-    def _on_placed(self, step: StepTokens, places: tuple[Places, ...]) -> tuple[Places, ...]:
-        """Forgets what the sequences of a step were to be continued from."""
-        for s in step.first:
-            self._cache.logits.forget(s)
-        return places
-
     def _at_end(
         self, tokens: Sequence[int] | np.ndarray, seq_id: int, size: int | None = None
     ) -> StepTokens:
         """Tokens at the end of a sequence; of a bucket's size, if none is given."""
-        size = size or bucket(len(tokens), self._config.n_ubatch)
-        return one_sequence(tokens, seq_id, self._host.pos_max(seq_id) + 1, size)
+        size, first = size or self._bucket(len(tokens)), self._host.pos_max(seq_id) + 1
+        return one_sequence(tokens, seq_id, first, size)
+
+    def _bucket(self, n: int) -> int:
+        return bucket(n, self._config.n_ubatch)
 
     def _keep(self, step: StepTokens, sampled: Int32[np.ndarray, " n"]) -> None:
         """Appends the first tokens of a step: the newest one, and those sampled but the last."""
@@ -352,7 +347,7 @@ class Stepper:
     def _probed(self, ids: np.ndarray, seq_id: int, first: int) -> Array:
         """The logits of tokens at `first` and behind, which leave no trace in states either."""
         self._cache.flush()
-        n, size = len(ids), bucket(len(ids), self._config.n_ubatch)
+        n, size = len(ids), self._bucket(len(ids))
         step = one_sequence(ids, seq_id, first, size)
         where = self._host.probe(step)
         batch = to_batch(step, where, some_outputs(range(n), size))

@@ -137,11 +137,6 @@ class Launched:
     start: float
     ahead: bool
 
-    @property
-    def n_past(self) -> int:
-        """Tokens that it computed past the end of their sample."""
-        return sum(s.status == "finished" for s in self.step.decode) if self.ahead else 0
-
 
 def step_batch(
     plan: StepPlan,

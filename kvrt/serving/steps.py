@@ -173,7 +173,11 @@ class EngineSteps:
             return False  # some compute a prompt, or were forked
         if any(s.status == "finished" for s in last.states):
             return False  # they were cancelled
-        if self.beams or self.scheduler.may_admit or not self._space.has_room(len(running)):
+        if (
+            self.beams.searches
+            or self.scheduler.may_admit
+            or not self._space.has_room(len(running))
+        ):
             return False
         if any(s.n_until == s.n_computed for s in running):
             return False
@@ -265,8 +269,10 @@ class EngineSteps:
                 state.n_past_read -= 1
             self._space.learn(last.step)
         n_lacking = sum(dst.seq_id is None for _, dst in last.plan.forks)
-        n_past, n_sampled = last.n_past, len(last.states) - n_lacking
-        self.metrics.ran(last.plan, n_sampled - n_past, n_past, ahead=last.ahead)
+        # Tokens past the end of their sample are not counted.
+        n_past = sum(s.status == "finished" for s in last.step.decode) if last.ahead else 0
+        n_sampled = len(last.states) - n_lacking - n_past
+        self.metrics.ran(last.plan, n_sampled, n_past, ahead=last.ahead)
         if self._space.tiers and last.step.prompts:
             self._space.tiers.computed(last.step.tokens.size, time.perf_counter() - last.start)
         return tokens
@@ -309,7 +315,7 @@ class EngineSteps:
         """
         outputs: list[Output] = []
         earlier = before or {}
-        if self.beams:
+        if self.beams.searches:
             n_forks = self.beams.n_forks
             sampled, texts = self.beams.advance(sampled, logits)
             outputs += [self._output(text, *text.output) for text in texts]

@@ -12,10 +12,8 @@ import numpy as np
 
 from kvrt.arrays import Int32
 from kvrt.cellcache import group as groups
-from kvrt.cellcache.contents import CacheContents
 from kvrt.cellcache.group import CellGroup, FoundSlots
-from kvrt.cellcache.history import TokenHistory
-from kvrt.cellcache.host_cells import HostCells, SlotPlan
+from kvrt.cellcache.host_cells import HostCells
 from kvrt.cellcache.indexed_group import IndexedGroup
 from kvrt.cells import blocks_of
 from kvrt.cells.cells import mask_words
@@ -175,18 +173,7 @@ class EngineCells(HostCells):
     They are not packed: others read them while some write.
     """
 
-    packs = False
+    packs = has_history = False
 
     def _opened(self, spec: GroupSpec, config: CacheConfig) -> EngineGroup:
         return EngineGroup(spec, config, self._n_owners, self.n_pinned)
-
-    def commit(self, new: CacheContents) -> None:
-        """See `HostCells`."""
-        super().commit(dataclasses.replace(new, history=TokenHistory()))
-
-    def append(self, plan: SlotPlan, pos: np.ndarray, ids: np.ndarray) -> None:
-        """See `HostCells`."""
-        for indexed, found in zip(self.groups, plan.found, strict=True):
-            indexed.append(found, pos, plan.seq_ids)
-        if plan.states is not None:
-            self.states = plan.states.after

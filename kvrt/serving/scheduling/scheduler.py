@@ -26,14 +26,12 @@ Source: continuous batching, Orca (OSDI 2022); chunked prefill, arXiv:2308.16369
 arXiv:2309.06180, sec. 4.5.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvrt.errors import BadConfig, BadRequest, CacheFull
 from kvrt.serving.cache.base import SchedulerSpace
 from kvrt.serving.request import FinishReason, SeqState
-from kvrt.serving.scheduling.awaited import gains_by_waiting, is_awaiting
 from kvrt.serving.scheduling.live_requests import LiveRequests
-from kvrt.serving.scheduling.memory import n_growth
 from kvrt.serving.scheduling.queue import WaitingQueue
 from kvrt.serving.scheduling.step_plan import Rules, StepPlan
 
@@ -401,3 +399,58 @@ class Scheduler:
         self.finish(state, "error", error)
         plan.refused.append(state)
         return True
+
+
+def gains_by_waiting(state: SeqState, n_hit: int, busy: Sequence[SeqState], rules: Rules) -> bool:
+    """Whether one who computes a prompt will soon hold more of this one's than is held now.
+
+    Args:
+      state: who waits; `awaits` is set.
+      n_hit: tokens of it that are held now.
+      busy: those who compute prompts.
+      rules: of the scheduler.
+    """
+    request = state.request
+    n = n_hit + rules.n_alike
+    if not (rules.holds_back and request.cache and n < len(state.tokens)):
+        return False
+    start = request.text[: 4 * n]
+    # Nobody finds what SelfExtend will move, and such a request finds its first window at most.
+    for other in busy if state.extend is None else ():
+        if other.extend is not None:
+            continue
+        text, salt = other.request.text, other.request.salt
+        if len(start) == 4 * n and other.n_computed < n and salt == request.salt:
+            if text.startswith(start):
+                state.awaits = (other, n)
+                return True
+    return False
+
+
+def is_awaiting(state: SeqState) -> bool:
+    """Whether what it waits for is still being computed."""
+    if state.awaits is None:
+        return False
+    other, n = state.awaits
+    if other.seq_id is not None and other.n_computed < n:
+        return True
+    state.awaits = None
+    return False
+
+
+def n_growth(state: SeqState, running: Iterable[SeqState]) -> int:
+    """Tokens that have to fit one day beside what is there now and all tokens of one more sample.
+
+    Of those who run, what they lack of their ends; of samples that follow one of them or the new
+    one, what comes after the prompt that they share.
+
+    Source: BatchLLM, arXiv:2412.03594, memory-centric token batching.
+    """
+    n = _n_followers(state)
+    for other in running:
+        n += max(other.n_whole - other.capacity, 0) + _n_followers(other)
+    return n
+
+
+def _n_followers(state: SeqState) -> int:
+    return sum(s.n_whole - s.n_prompt for s in state.followers or ())
