@@ -9,7 +9,7 @@ is known once it has been read; its caller appends them then.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -22,20 +22,22 @@ from kvrt.program.rounds.layer_skip import round_program
 from kvrt.program.rounds.round import Drafted, RoundSpec, Verified, round_step
 from kvrt.program.sample import Sampler
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
+StepT = TypeVar("StepT", bound=StepTokens)
+StepOf = TypeVar("StepOf", bound=StepTokens, contravariant=True)
 # A step and its places by group of layers, to places in which sequences may share what they read.
 Share = Callable[[StepTokens, tuple[Places, ...]], tuple[Places, ...]]
 
 
 @runtime_checkable
-class StepSpace(Protocol):
+class StepSpace(Protocol[StepOf]):
     """A cache that steps write to: in cells, or in blocks."""
 
-    def place(self, step: StepTokens) -> Where:
+    def place(self, step: StepOf) -> Where:
         """Slots and blocks of a step's tokens by group of the layout, and state indices."""
         ...
 
-    def append(self, step: StepTokens, stays: Bool[np.ndarray, " n"] | None = None) -> None:
+    def append(self, step: StepOf, stays: Bool[np.ndarray, " n"] | None = None) -> None:
         """Adds tokens of the step that was placed last, which was dispatched.
 
         Args:
@@ -45,13 +47,13 @@ class StepSpace(Protocol):
         ...
 
 
-class Runner:
+class Runner(Generic[StepT]):
     """Runs steps on a device, whose tokens a space has places for."""
 
     def __init__(
         self,
         device: Device,
-        space: StepSpace,
+        space: StepSpace[StepT],
         share: Share | None = None,
         check: Callable[[Any], None] | None = None,
     ):
@@ -67,11 +69,11 @@ class Runner:
 
     def run(
         self,
-        step: StepTokens,
+        step: StepT,
         out_ids: Int32[np.ndarray, " R"],
-        program: Callable[[Batch], Found],
+        program: Callable[[Batch], Result],
         tokens: AnyArray | None = None,
-    ) -> Found:
+    ) -> Result:
         """What a program gives for a step, all tokens of which stay; not waited for.
 
         The device may have `tokens` that the host does not know yet. Raises CacheFull.
@@ -79,13 +81,13 @@ class Runner:
         batch = to_batch(step, self._place(step), out_ids, tokens)
         if self._check:
             self._check(batch)
-        found = program(batch)
+        result = program(batch)
         self._space.append(step)
-        return found
+        return result
 
     def round(
         self,
-        step: StepTokens,
+        step: StepT,
         drafted: Sequence[Drafted],
         size: tuple[int, int],
         how: RoundSpec,
@@ -101,6 +103,6 @@ class Runner:
         program = round_program(self._device.programs, self._device.cache, arrays, how)
         return self._device.verify(program)
 
-    def _place(self, step: StepTokens) -> Where:
+    def _place(self, step: StepT) -> Where:
         places, states = self._space.place(step)
         return (self._share(step, places) if self._share else places), states

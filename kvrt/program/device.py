@@ -117,8 +117,8 @@ class Device:
         if self.labels:
             self._label(batch.places)
         if self._by_layer is None:
-            found = self.programs.run(self._of_step(forward, (), batch, sampler))
-            logits, tokens, self.cache = found
+            program = self._of_step(forward, (), batch, sampler)
+            logits, tokens, self.cache = self.programs.run(program)
             return logits, tokens
         rows = self._rows(batch)
         if rows.shape[0] == 0:

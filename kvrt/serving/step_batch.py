@@ -123,7 +123,8 @@ class Launched:
       plan: of it.
       step: its tokens, all drafts included.
       states: samples that get tokens, in the order of the outputs; those with drafts are last.
-      sampled: a token of each, padded; with drafts all that was verified.
+      tokens: a token of each, padded.
+      verified: all that was sampled where some have drafts; None where nobody has.
       logits: of the outputs; those of drafts are behind those of the samples.
       start: when it was planned, in seconds.
       ahead: whether the step before it was not read yet.
@@ -132,7 +133,8 @@ class Launched:
     plan: StepPlan
     step: StepBatch
     states: Sequence[SeqState]
-    sampled: Array | Verified
+    tokens: Array
+    verified: Verified | None
     logits: Array
     start: float
     ahead: bool

@@ -203,13 +203,14 @@ class EngineSteps:
         start, drafts = time.perf_counter(), self._drafts if plan.drafts else None
         n_rounds, early = (drafts.n_tokens(plan), drafts.on_device) if drafts else (None, False)
         step = step_batch(plan, self._n_seq_max, self._n_batch, n_rounds, cached_early=early)
+        verified = None
         if drafts:
             states = [*step.decode, *plan.drafts]
-            sampled = drafts.run(self._runner, step, plan, self.samplers.sampler(states))
-            logits = sampled.logits
+            verified = drafts.run(self._runner, step, plan, self.samplers.sampler(states))
+            logits, tokens = verified.logits, verified.first
         else:
             states = [*plan.ending, *(dst for _, dst in plan.forks)]
-            logits, sampled = self._run(step, plan, states, last)
+            logits, tokens = self._run(step, plan, states, last)
             if last is None:
                 self._space.learn(step)
             self.scheduler.ran(plan)
@@ -217,7 +218,8 @@ class EngineSteps:
             plan=plan,
             step=step,
             states=states,
-            sampled=sampled,
+            tokens=tokens,
+            verified=verified,
             logits=logits,
             start=start,
             ahead=last is not None,
@@ -233,19 +235,20 @@ class EngineSteps:
             at, parent = step.last(), {dst: src for src, dst in plan.forks}
             wanted = [at[parent.get(s, s)] for s in states]
         forward = functools.partial(self._device.forward, sampler=self.samplers.sampler(states))
-        tokens = None if last is None else self._awaited(step, last)
-        logits, sampled = self._runner.run(step, pad(wanted, self._n_seq_max, 0), forward, tokens)
+        fed = None if last is None else self._awaited(step, last)
+        logits, tokens = self._runner.run(step, pad(wanted, self._n_seq_max, 0), forward, fed)
+        assert tokens is not None, "there is a sampler"
         if self._ahead:
-            sampled.copy_to_host_async()  # not behind the next step
-        return logits, sampled
+            tokens.copy_to_host_async()  # not behind the next step
+        return logits, tokens
 
     def _awaited(self, step: StepBatch, last: Launched) -> Array:
         """The tokens of a step as the last one has sampled them, which nobody has read."""
         if step.decode == tuple(last.states):
-            return last.sampled  # where none could be sampled any one will do
+            return last.tokens  # where none could be sampled any one will do
         column = dict(zip(last.states, range(len(last.states)), strict=True))
         source = pad([column[s] for s in step.decode], step.size, 0)
-        return self._device.sampled(last.sampled, source)
+        return self._device.sampled(last.tokens, source)
 
     # --- what was sampled ----------------------------------------------------------------------
 
@@ -261,7 +264,7 @@ class EngineSteps:
 
     def _read(self, last: Launched) -> list[int]:
         """The token of each sample of a step, when it is there."""
-        tokens = self._device.read(last.sampled).tolist()
+        tokens = self._device.read(last.tokens).tolist()
         self._launched.popleft()
         if last.ahead:
             # By now the tokens that it computed are known, and who has ended is gone.

@@ -139,7 +139,7 @@ class SchedulerSpace(Protocol):
 
 
 @runtime_checkable
-class Space(SchedulerSpace, StepSpace, Protocol):
+class Space(SchedulerSpace, StepSpace[StepBatch], Protocol):
     """A cache as an engine sees it: what a scheduler sees, steps, and how full it is."""
 
     @property

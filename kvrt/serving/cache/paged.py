@@ -301,9 +301,10 @@ class PagedSpace:
         self._arrays.copy(self.manager.take_copies())
         self.manager.new_step()
         for pool in self.pools:
-            self.residency.follow(events := pool.take_events())
-            if self._checkpoints:
-                self._checkpoints.follow(events)
+            if events := pool.take_events():
+                self.residency.follow(events)
+                if self._checkpoints:
+                    self._checkpoints.follow(events)
         if self.tiers:
             self.tiers.begin()
 

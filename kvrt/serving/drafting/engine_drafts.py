@@ -86,8 +86,8 @@ class EngineDrafts:
 
     def read(self, launched: Launched) -> dict[SeqState, list[int]]:
         """The tokens that a step sampled, by sample, when they are there."""
-        assert isinstance(launched.sampled, Verified), "it has drafts"
-        first, more, n_drafted = launched.sampled.read()
+        assert launched.verified is not None, "it has drafts"
+        first, more, n_drafted = launched.verified.read()
         found = {s: [t] for s, t in zip(launched.states, first, strict=False)}
         drafts = launched.plan.drafts
         # Those that the device was to make behind the end of a text were not made.
