@@ -117,13 +117,7 @@ class StepTokens:
     def read_blocks(
         self, blocks: np.ndarray, slots: Int32[np.ndarray, " n"], block_size: int
     ) -> np.ndarray:
-        """The blocks that tokens without a list of their own read, each once.
-
-        Args:
-          blocks: of what was cached before the step.
-          slots: of the step's tokens, which are read where they are `cached_early`.
-          block_size: cells of a block.
-        """
+        """Blocks cached before the step, and those of its own slots that are cached early."""
         if not self.cached_early:
             return blocks
         own = slots[self.n_single :] // block_size

@@ -22,7 +22,7 @@ from kvrt.cache.runner import Runner
 from kvrt.cells.slots import pad
 from kvrt.errors import BadRequest
 from kvrt.program.device import Device
-from kvrt.program.sample import NO_TOKEN
+from kvrt.program.sample import NO_TOKEN, Sampler
 from kvrt.serving.beams.running import RunningBeams
 from kvrt.serving.cache.base import Space
 from kvrt.serving.config import EngineConfig
@@ -125,7 +125,7 @@ class EngineSteps:
         if not self._launched:
             plan = self._plan()
             outputs = self.report(plan.refused) if plan.refused else []
-            if not plan.n_tokens:
+            if not (plan.decode or plan.prompts):
                 if self._agreement:
                     self._agreement.check(None)
                 if self._space.tiers and waits and not outputs:
@@ -189,7 +189,7 @@ class EngineSteps:
             state.tokens.append(_AWAITED)
         try:
             plan = self._plan()
-            assert plan.n_tokens == len(plan.decode) > 0, "who runs has a token to decode"
+            assert plan.decode and not plan.prompts, "who runs has a token to decode"
             self._launch(plan, last)
         finally:
             for state in last.states:
@@ -209,8 +209,8 @@ class EngineSteps:
             verified = drafts.run(self._runner, step, plan, self.samplers.sampler(states))
             logits, tokens = verified.logits, verified.first
         else:
-            states = [*plan.ending, *(dst for _, dst in plan.forks)]
-            logits, tokens = self._run(step, plan, states, last)
+            states, wanted = _outputs(step, plan)
+            logits, tokens = self._run(step, wanted, self.samplers.sampler(states), last)
             if last is None:
                 self._space.learn(step)
             self.scheduler.ran(plan)
@@ -227,14 +227,10 @@ class EngineSteps:
         self._launched.append(launched)
 
     def _run(
-        self, step: StepBatch, plan: StepPlan, states: list[SeqState], last: Launched | None
+        self, step: StepBatch, wanted: Sequence[int], sampler: Sampler, last: Launched | None
     ) -> tuple[Array, Array]:
-        """Dispatches a step; the logits of some samples, and the next token of each."""
-        wanted = range(len(states))  # where all decode
-        if step.prompts or plan.forks:
-            at, parent = step.last(), {dst: src for src, dst in plan.forks}
-            wanted = [at[parent.get(s, s)] for s in states]
-        forward = functools.partial(self._device.forward, sampler=self.samplers.sampler(states))
+        """Dispatches a step; the logits of some of its tokens, and what was sampled from each."""
+        forward = functools.partial(self._device.forward, sampler=sampler)
         fed = None if last is None else self._awaited(step, last)
         logits, tokens = self._runner.run(step, pad(wanted, self._n_seq_max, 0), forward, fed)
         assert tokens is not None, "there is a sampler"
@@ -344,3 +340,12 @@ class EngineSteps:
         if state.finish_reason is not None:
             self.metrics.finished(state)
         return output_of(state, tokens)
+
+
+def _outputs(step: StepBatch, plan: StepPlan) -> tuple[list[SeqState], Sequence[int]]:
+    """Samples that get a token each, forks last, and which token of the step each is behind."""
+    if not (step.prompts or plan.forks):
+        return plan.decode, range(len(plan.decode))
+    ends, parents = step.last(), {dst: src for src, dst in plan.forks}
+    states = [*plan.ending, *parents]
+    return states, [ends[parents.get(s, s)] for s in states]

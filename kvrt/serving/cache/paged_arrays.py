@@ -274,7 +274,8 @@ class PagedArrays:
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copies blocks on the device, all layers of a group's pool."""
-        self._keep_runs(copies)
+        if self._let_go and self._with_runs:
+            self._keep_runs(copies)
         for g in dict.fromkeys(c.group for c in copies):
             pairs = np.array([(c.src, c.dst) for c in copies if c.group == g], np.int32)
             if g in self._recurrent:
@@ -300,17 +301,16 @@ class PagedArrays:
                 cells.stale = False
         if any(cells.pending for cells in self._cells.values()):
             self._shift()
-        return tuple(found[g] for g in self._group_of), self._states(step)
+        states = self._states(step) if self._recurrent else None
+        return tuple([found[g] for g in self._group_of]), states
 
     def append(self, step: StepBatch, stays: Bool[np.ndarray, " n"] | None = None) -> None:
         """The step that was placed wrote its tokens, or those of them that stay."""
         for cells, slots in self._written:
             cells.write(slots if stays is None else slots[stays], step.pos, step.seq_ids)
 
-    def _keep_runs(self, copies: Sequence[BlockCopy] = ()) -> None:
+    def _keep_runs(self, copies: Sequence[BlockCopy]) -> None:
         """Ends runs that no sequence goes on with, and that nothing is copied from."""
-        if not (self._let_go and self._with_runs):
-            return
         self._let_go = False
         for pool, store in self._with_runs.items():
             held = np.zeros(self._layout.stores[store].extent.n_blocks, bool)
@@ -367,9 +367,7 @@ class PagedArrays:
             fresh=fresh,
         )
 
-    def _states(self, step: StepBatch) -> StateIndex | None:
-        if not self._recurrent:
-            return None
+    def _states(self, step: StepBatch) -> StateIndex:
         (g,) = self._recurrent
         table, b, none = self._tables[g], self._plan.groups[g].block_size, self._layout.n_states
         src, dst = [], []

@@ -194,11 +194,13 @@ class Scheduler:
         self._n_steps += 1
         self._queue.n_steps = self._n_steps
         plan = StepPlan(n_left=self._rules.n_batch)
-        self._plan_prompts(plan, self._plan_decodes(plan))
+        if prompts := self._plan_decodes(plan):
+            self._plan_prompts(plan, prompts)
         self._plan_forks(plan)
-        if not plan.preempted:
+        if self._queue.waiting and not plan.preempted:
             self._admit(plan)
-        self._stretch(plan)
+        if self._rules.n_chunk is not None:
+            self._stretch(plan)
         self._plan_forks(plan)
         return plan
 
@@ -370,8 +372,6 @@ class Scheduler:
 
     def _stretch(self, plan: StepPlan) -> None:
         """Gives what is left of the budget to the first prompts, beyond their n_chunk."""
-        if self._rules.n_chunk is None:
-            return
         for i, (state, start, n) in enumerate(plan.prompts):
             more = min(state.n_next(start) - n, plan.n_left)
             longer = self._space.chunk(state, start, n + more) if more > 0 else n
