@@ -4,7 +4,7 @@ The host plans the slots of all steps beforehand; between them nothing returns t
 """
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -16,8 +16,11 @@ from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
 from kvrt.cells.slots import Places, pad
 from kvrt.program import sample
 from kvrt.program.batch import Batch
-from kvrt.program.step import Cache, StepSpec, forward
+from kvrt.program.step import Cache
 from kvrt.store.recurrent import StateIndex
+
+# From a cache and a batch to logits and the cache after it.
+Step = Callable[[Cache, Batch], tuple[Array, Cache]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,21 +116,19 @@ class _Carry:
 
 
 def decode_many(
-    model: Any,
+    run: Step,
     cache: Cache,
     plan: LoopPlan,
     sampler: sample.Sampler,
-    spec: StepSpec,
     n_best: int,
 ) -> tuple[Sampled, Cache, sample.Sampler]:
     """Runs the plan on the device.
 
     Args:
-      model: a `kvrt.attention.Decoder`.
+      run: one step, as `forward` of a model and a spec.
       cache: donated by jitted callers.
       plan: tokens, slots and blocks of all steps.
       sampler: its state before the first token.
-      spec: as for `forward`.
       n_best: K, static; 0 keeps no log-probabilities.
 
     Returns:
@@ -154,7 +155,7 @@ def decode_many(
         return (c.step < plan.n_steps) & ~jnp.all(c.ended)
 
     def body(c: _Carry) -> _Carry:
-        return _one(model, c, plan, spec, n_best)
+        return _one(run, c, plan, n_best)
 
     # A run of one step is the usual decode: the loop around it would only cost compile time.
     last = body(first) if m == 1 else lax.while_loop(more, body, first)
@@ -183,8 +184,8 @@ def sampled_once(
     return found, sampler
 
 
-def _one(model: Any, c: _Carry, plan: LoopPlan, spec: StepSpec, n_best: int) -> _Carry:
-    logits, cache = forward(model, c.cache, batch_of(plan, c.step, c.token), spec)
+def _one(run: Step, c: _Carry, plan: LoopPlan, n_best: int) -> _Carry:
+    logits, cache = run(c.cache, batch_of(plan, c.step, c.token))
     new, sampler = sampled_once(n_best, logits, c.sampler)
     sampled = dataclasses.replace(
         c.sampled,

@@ -27,10 +27,11 @@ from kvrt.program.labels.arrays import check_labels, label_plan, n_labelled
 from kvrt.program.labels.indexed import check_index_reads
 from kvrt.program.labels.shift import shift
 from kvrt.program.labels.upkeep import LabelUpkeep
-from kvrt.program.layers.by_layer import Arrays, StepByLayer, reason_for_whole
+from kvrt.program.layers.by_layer import Arrays, StepByLayer
+from kvrt.program.layers.whole import whole_step
 from kvrt.program.layout import Layout, mixes_rotations
 from kvrt.program.mesh import Placement
-from kvrt.program.programs import ModelKind, Program, Programs
+from kvrt.program.programs import ModelKind, Program, Programs, reason_for_whole
 from kvrt.program.rounds.round import Drafted, RoundStep, Verified, round_step
 from kvrt.program.sample import Sampler
 from kvrt.program.step import Cache, StepSpec
@@ -427,7 +428,7 @@ def forward(
     kind: ModelKind, params: tuple, cache: Cache, batch: Batch, sampler: Sampler | None
 ) -> tuple[Array, Array | None, Cache]:
     """Logits of a batch, and with a sampler a token for each output."""
-    logits, cache = step.forward(kind.model(params), cache, batch, kind.spec)
+    logits, cache = whole_step(kind, params, cache, batch)
     return logits, sampler and sample.sample_tokens(logits, sampler)[0], cache
 
 
@@ -449,7 +450,8 @@ def decode_steps(
     kind: ModelKind, n_best: int, params: tuple, cache: Cache, plan: LoopPlan, sampler: Sampler
 ) -> tuple[Sampled, Cache, Sampler]:
     """A run of steps."""
-    return decode_loop.decode_many(kind.model(params), cache, plan, sampler, kind.spec, n_best)
+    run = functools.partial(whole_step, kind, params)
+    return decode_loop.decode_many(run, cache, plan, sampler, n_best)
 
 
 def scrub(kind: ModelKind, cache: Cache, released: Bool[Array, " R"]) -> Cache:

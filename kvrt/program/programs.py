@@ -96,7 +96,41 @@ class LayerParams:
         return [i for layer in layers for i in self.by_layer[layer]]
 
 
-def layer_params(model: KindedDecoder, params: Any) -> LayerParams:
+class TracedParams:
+    """The parameters of a step that is traced, by layer; stands in the place of `Programs`."""
+
+    def __init__(self, kind: ModelKind, params: tuple):
+        """Takes all parameters of a model that tells its layers apart."""
+        self.kind, self.spec, self._params = kind, kind.spec, params
+
+    @property
+    def rest(self) -> tuple:
+        """Parameters of no layer."""
+        return self.params_of(0, 0)
+
+    def params_of(self, first: int, last: int) -> tuple:
+        """Parameters of layers [first, last), or those of no layer where there are none."""
+        layers = self.kind.layers
+        assert layers is not None, "the model does not tell its layers apart"
+        which = layers.of(range(first, last)) if last else layers.rest
+        return tuple(self._params[i] for i in which)
+
+
+def reason_for_whole(model: Any) -> str | None:
+    """Why a model's step is one program; None where its layers can be told apart."""
+    if not isinstance(model, KindedDecoder):
+        name = type(model).__name__
+        return f"{name} does not tell its layers apart by kind: see kvrt.KindedDecoder"
+    # What a subclass computes otherwise, the kinds of its base know nothing of.
+    order = [vars(x) for x in type(model).__mro__]
+    said = next((i for i, has in enumerate(order) if "layer_kinds" in has), len(order))
+    for name in ("__call__", "embed", "layers", "head"):
+        if any(name in has for has in order[:said]):
+            return f"{type(model).__name__} has {name} of its own, and no layer_kinds"
+    return None
+
+
+def layer_params(model: Any, params: Any) -> LayerParams:
     """Parameters by layer, as a model says."""
     said, leaves = model.layer_kinds(), jax.tree.leaves_with_path(params)
     by_path = {path: i for i, (_, path) in enumerate(said)}
@@ -210,7 +244,7 @@ class Programs:
         self.params = self._placed(params)
         self._some: dict[tuple[int, int], tuple] = {}
         self._where = self._shardings or _device(self.params)
-        layers = layer_params(model, params) if isinstance(model, KindedDecoder) else None
+        layers = None if reason_for_whole(model) else layer_params(model, params)
         self.kind = model_kind(graph, params, spec, self._where, layers)
         self._compiled: dict[ProgramKey, jax.stages.Compiled] = {}
         # Those on their way, and whether they are compiled for these programs.
@@ -342,10 +376,8 @@ class Programs:
         """Parameters of layers [first, last), or those of no layer where there are none."""
         found = self._some.get((first, last))
         if found is None:
-            layers = self.kind.layers
-            assert layers is not None, "the model does not tell its layers apart"
-            which = layers.of(range(first, last)) if last else layers.rest
-            found = self._some[first, last] = tuple(self.params[i] for i in which)
+            traced = TracedParams(self.kind, self.params)
+            found = self._some[first, last] = traced.params_of(first, last)
         return found
 
     def _check_weights(self) -> None:

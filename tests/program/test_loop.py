@@ -162,7 +162,11 @@ def test_a_run_of_two_sequences_equals_separate_runs(model, runtime):
     )
     sampler, config = sample.create(Sampling(), [[], []]), runtime.config
     spec = StepSpec(config, cell_layout(model.groups, None, config))
-    run = jax.jit(lambda cache: decode_loop.decode_many(model, cache, plan, sampler, spec, 0))
+
+    def step(cache, batch):
+        return forward(model, cache, batch, spec)
+
+    run = jax.jit(lambda cache: decode_loop.decode_many(step, cache, plan, sampler, 0))
     drawn, cache, _ = run(runtime.cache)
     assert int(drawn.n_steps) == 5
     assert np.asarray(drawn.tokens).T.tolist() == [s[1:] for s in separate]

@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from kvrt.arrays import Array, Float, Int32, state
-from kvrt.attention.contract import KindedDecoder
 from kvrt.cells import Cells
 from kvrt.errors import BadConfig
 from kvrt.program import step
 from kvrt.program.batch import Batch
 from kvrt.program.layers.runs import LayerRun, LayersPart, layer_runs, layers_part
-from kvrt.program.programs import ModelKind, Program, Programs
+from kvrt.program.programs import ModelKind, Program, Programs, TracedParams
 from kvrt.program.step import Cache, StepSpec
 from kvrt.store import kv as kv_store
 from kvrt.store.kv import KVStore
@@ -65,7 +64,7 @@ class TracedLayers(NamedTuple):
 class StepByLayer:
     """The programs of a step, and how they follow one another."""
 
-    def __init__(self, programs: Programs, n_each: int | None = None):
+    def __init__(self, programs: Programs | TracedParams, n_each: int | None = None):
         """Divides the layers into runs, see `layer_runs`; compiles nothing.
 
         Raises:
@@ -328,17 +327,3 @@ def _written(cache: Cache, attention: Any, batch: Batch, spec: StepSpec, done: A
     cells = step.place_step(cache.cells, batch, spec) if spec.config.select else cache.cells
     cache = dataclasses.replace(cache, cells=cells)
     return step.write_step(cache, attention, batch, spec, done.astype(jnp.float32))
-
-
-def reason_for_whole(model: Any) -> str | None:
-    """Why a model's step is one program; None where its layers can be told apart."""
-    if not isinstance(model, KindedDecoder):
-        name = type(model).__name__
-        return f"{name} does not tell its layers apart by kind: see kvrt.KindedDecoder"
-    # What a subclass computes otherwise, the kinds of its base know nothing of.
-    order = [vars(x) for x in type(model).__mro__]
-    said = next((i for i, has in enumerate(order) if "layer_kinds" in has), len(order))
-    for name in ("__call__", "embed", "layers", "head"):
-        if any(name in has for has in order[:said]):
-            return f"{type(model).__name__} has {name} of its own, and no layer_kinds"
-    return None
