@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvrt.arrays import Bool
 from kvrt.attention.choice.cases import query_heads
 from kvrt.attention.contract import Decoder
 from kvrt.attention.scored.layers import LayerKinds, by_kind
@@ -21,11 +20,10 @@ from kvrt.cellcache.blocks import CellCopies
 from kvrt.cellcache.checkpoint import checkpoints, rewind
 from kvrt.cellcache.checkpoint.checkpoints import Checkpoint
 from kvrt.cellcache.contents import CacheContents
-from kvrt.cellcache.host_cells import HostCells, Retention, SlotPlan, Where
+from kvrt.cellcache.host_cells import HostCells, Retention
 from kvrt.cells import check_seq_id, n_used
 from kvrt.cells.cells import first_bits
 from kvrt.cells.edits import Keep, Remove, SeqEdit
-from kvrt.cells.slots import StepTokens
 from kvrt.config import CacheConfig, GroupSpec
 from kvrt.errors import BadConfig, UsageError
 from kvrt.policies import AnyPolicy, Policy, ScoredPolicy, by_position
@@ -71,35 +69,10 @@ class CellCache:
         self.logits = LastLogits()
         self.counts = Counts()
         self.restored_select: Mapping[str, Any] | None = None
-        # Of the step that was placed last.
-        self._plan: SlotPlan | None = None
 
     def check_seq_id(self, seq_id: int) -> int:
         """Refuses a sequence that does not exist, else returns it; raises BadSequence."""
         return check_seq_id(seq_id, self.config.n_seq_max)
-
-    # --- new tokens ----------------------------------------------------------------------------
-
-    def place(self, step: StepTokens) -> Where:
-        """Finds cells for new tokens, after copies of shared blocks, packing and K-shifts.
-
-        Raises:
-          CacheFull: there are too few.
-        """
-        if self.host.blocks is not None:
-            self.copy_on_write(step.seq_ids, step.first)
-        if any([x.stale or x.pending for x in self.host.groups]):
-            self.flush()
-        self._plan = plan = self.host.find(step.seq_ids, step.first)
-        for s in step.first if self.host.has_history else ():
-            self.logits.forget(s)
-        return self.host.places(step, [x.slots for x in plan.found], plan.states)
-
-    def append(self, step: StepTokens, stays: Bool[np.ndarray, " n"] | None = None) -> None:
-        """Adds the tokens of the step that was placed last, or those of them that stay."""
-        assert self._plan is not None, "place comes first"
-        plan = self._plan if stays is None else self.host.kept(self._plan, stays)
-        self.host.append(plan, step.pos, step.tokens)
 
     # --- edits of sequences --------------------------------------------------------------------
 

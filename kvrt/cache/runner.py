@@ -14,7 +14,8 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 from kvrt.arrays import AnyArray, Bool, Int32
-from kvrt.cellcache.host_cells import Where
+from kvrt.cache.cell_cache import CellCache
+from kvrt.cellcache.host_cells import SlotPlan, Where
 from kvrt.cells.slots import Places, StepTokens
 from kvrt.program.batch import Batch, to_batch
 from kvrt.program.device import Device
@@ -34,7 +35,11 @@ class StepSpace(Protocol[StepOf]):
     """A cache that steps write to: in cells, or in blocks."""
 
     def place(self, step: StepOf) -> Where:
-        """Slots and blocks of a step's tokens by group of the layout, and state indices."""
+        """Slots and blocks of a step's tokens by group of the layout, and state indices.
+
+        Raises:
+          CacheFull: there is no room for them.
+        """
         ...
 
     def append(self, step: StepOf, stays: Bool[np.ndarray, " n"] | None = None) -> None:
@@ -47,8 +52,34 @@ class StepSpace(Protocol[StepOf]):
         ...
 
 
+class CellSteps:
+    """Cells for steps: those of a Runtime, and of an Engine in cells."""
+
+    _plan: SlotPlan  # of the step that was placed last
+
+    def __init__(self, cache: CellCache):
+        """Takes a cache, which others may edit between steps."""
+        self._cache, self._host = cache, cache.host
+
+    def place(self, step: StepTokens) -> Where:
+        """See `StepSpace`; copies of shared blocks, packing and K-shifts come first."""
+        if self._host.blocks is not None:
+            self._cache.copy_on_write(step.seq_ids, step.first)
+        if any([x.stale or x.pending for x in self._host.groups]):
+            self._cache.flush()
+        self._plan = plan = self._host.find(step.seq_ids, step.first)
+        if self._host.has_history:
+            self._cache.logits.forget(step.first)
+        return self._host.places(step, [x.slots for x in plan.found], plan.states)
+
+    def append(self, step: StepTokens, stays: Bool[np.ndarray, " n"] | None = None) -> None:
+        """See `StepSpace`."""
+        plan = self._plan if stays is None else self._host.kept(self._plan, stays)
+        self._host.append(plan, step.pos, step.tokens)
+
+
 class Runner(Generic[StepT]):
-    """Runs steps on a device, whose tokens a space has places for."""
+    """Runs steps on a device, whose tokens a space has places for; CacheFull is the space's."""
 
     def __init__(
         self,
@@ -74,10 +105,7 @@ class Runner(Generic[StepT]):
         program: Callable[[Batch], Result],
         tokens: AnyArray | None = None,
     ) -> Result:
-        """What a program gives for a step, all tokens of which stay; not waited for.
-
-        The device may have `tokens` that the host does not know yet. Raises CacheFull.
-        """
+        """What a program gives for a step whose tokens all stay; the device may have `tokens`."""
         batch = to_batch(step, self._place(step), out_ids, tokens)
         if self._check:
             self._check(batch)
@@ -93,10 +121,7 @@ class Runner(Generic[StepT]):
         how: RoundSpec,
         sampler: Sampler,
     ) -> Verified:
-        """What a step with drafts gives, see `round_step`; nothing is read nor appended yet.
-
-        Raises CacheFull.
-        """
+        """What a step with drafts gives, see `round_step`; nothing is read nor appended yet."""
         arrays = round_step(step, self._place(step), drafted, size, sampler)
         if self._check:
             self._check(arrays)

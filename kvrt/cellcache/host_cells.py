@@ -230,12 +230,7 @@ class HostCells:
         """Slots of a step's tokens by group with the blocks that they read, and state indices."""
         both = zip(self.groups, slots, strict=True)
         places = tuple([group.places(of, step) for group, of in both])
-        if states is None:
-            return places, None
-        # Padding starts from no state and is stored nowhere.
-        none = states.after.n_states
-        src, dst = (step.spread(x, none) for x in (states.src, states.dst))
-        return places, StateIndex(src=src, dst=dst)
+        return places, None if states is None else _state_index(step, states)
 
     def released_states(self) -> Bool[np.ndarray, " R"]:
         """Which state indices no sequence uses."""
@@ -262,3 +257,9 @@ class HostCells:
             indexed.append(found, pos, plan.seq_ids)
         if plan.states is not None:
             self.states = plan.states.after
+
+
+def _state_index(step: StepTokens, states: StatePlan) -> StateIndex:
+    """State indices of a step; padding starts from no state and is stored nowhere."""
+    src, dst = (step.spread(x, states.after.n_states) for x in (states.src, states.dst))
+    return StateIndex(src=src, dst=dst)

@@ -145,15 +145,13 @@ class IndexedGroup:
 
     def places(self, slots: np.ndarray, step: StepTokens) -> Places:
         """Slots of a step's tokens, and the blocks that they read."""
-        early, first = step.cached_early, step.first
+        own = slots if step.cached_early else slots[:0]
         if self._scans:
-            blocks, n_blocks = self._padded_scan(first, slots if early else slots[:0])
+            blocks, n_blocks = self._padded_scan(step.first, own)
         else:
-            if early:
-                self._index.padded(self.cells, first)
-                for s in first:
-                    self._index.add(s, slots)
-            blocks, n_blocks = self._index.padded(self.group.cells, first)
+            if len(own):
+                self._index.add_early(self.cells, step.first, own)
+            blocks, n_blocks = self._index.padded(self.group.cells, step.first)
         slots = step.spread(slots, self.extent.n_slots)
         return Places(slots=slots, blocks=blocks, n_blocks=n_blocks)
 
@@ -208,6 +206,12 @@ class BlockIndex:
         if known is not None and not new <= known:
             known |= new
             self._lists.clear()
+
+    def add_early(self, cells: Cells, seq_ids: Iterable[int], slots: np.ndarray) -> None:
+        """Adds the blocks of cells that sequences will have, in a step that reads them before."""
+        self.padded(cells, seq_ids)
+        for s in seq_ids:
+            self.add(s, slots)
 
     def add_one(self, seq_id: int, slot: int) -> None:
         """Adds the block of one new cell."""

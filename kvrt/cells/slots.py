@@ -107,12 +107,13 @@ class StepTokens:
     @functools.cached_property
     def first(self) -> Mapping[int, int]:
         """By sequence, the position of its first token; tokens of one follow each other."""
-        return _firsts(self.seq_ids, self.pos)
+        at = np.flatnonzero(np.diff(self.seq_ids, prepend=-1))
+        return dict(zip(self.seq_ids[at].tolist(), self.pos[at].tolist(), strict=True))
 
     @property
     def first_behind(self) -> Mapping[int, int]:
         """As `first`, of the sequences that share a block list."""
-        return _firsts(self.seq_ids[self.n_single :], self.pos[self.n_single :])
+        return dict(list(self.first.items())[self.n_single :])
 
     def read_blocks(
         self, blocks: np.ndarray, slots: Int32[np.ndarray, " n"], block_size: int
@@ -125,9 +126,8 @@ class StepTokens:
 
     def spread(self, values: Int32[np.ndarray, " n"], fill: int) -> Int32[np.ndarray, " T"]:
         """Values of the tokens at their places in the step's arrays."""
-        out, n = np.full(self.size, fill, np.int32), self.n_single
-        out[:n] = values[:n]
-        out[self.n_lists : self.n_lists + len(values) - n] = values[n:]
+        out, n, start = np.full(self.size, fill, np.int32), self.n_single, self.n_lists
+        out[:n], out[start : start + len(values) - n] = values[:n], values[n:]
         return out
 
 
@@ -147,11 +147,6 @@ def only(step: Step, stays: Bool[np.ndarray, " n"], **new: Any) -> Step:
     """A step of the tokens that stay alone, with other fields of its own."""
     of = {x: getattr(step, x)[stays] for x in ("tokens", "pos", "seq_ids")}
     return dataclasses.replace(step, **(of | new))
-
-
-def _firsts(seq_ids: np.ndarray, pos: np.ndarray) -> dict[int, int]:
-    at = np.flatnonzero(np.diff(seq_ids, prepend=-1))
-    return dict(zip(seq_ids[at].tolist(), pos[at].tolist(), strict=True))
 
 
 def pad(values: Sequence[int] | np.ndarray, size: int, fill: int) -> np.ndarray:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvrt.arrays import AnyArray, Int32, state
+from kvrt.cellcache.host_cells import Where
 from kvrt.cells.slots import Places, StepTokens, one_sequence, pad
 from kvrt.store.recurrent import StateIndex
 
@@ -45,37 +46,26 @@ def bucket(n: int, n_ubatch: int) -> int:
 
 
 def to_batch(
-    step: StepTokens,
-    where: tuple[Sequence[Places], StateIndex | None],
-    out_ids: Int32[np.ndarray, " R"],
-    tokens: AnyArray | None = None,
+    step: StepTokens, where: Where, out_ids: np.ndarray, tokens: AnyArray | None = None
 ) -> Batch:
     """The arrays of a step, whose tokens the device may have already."""
-    places, states = where
     return Batch(
         tokens=step.spread(step.tokens, 0) if tokens is None else tokens,
         pos=step.spread(step.pos, -1),
         seq_ids=step.spread(step.seq_ids, -1),
-        places=tuple(places),
-        states=states,
+        places=where[0],
+        states=where[1],
         out_ids=out_ids,
     )
 
 
-def some_outputs(
-    wanted: Sequence[int], size: int, *, skips: bool = False
-) -> Int32[np.ndarray, " R"]:
-    """Tokens of a step whose logits are wanted: one or all, so two programs a bucket at most.
-
-    None at all for a model that `skips` its last layers then.
-    """
-    if skips and not wanted:
-        return np.zeros(0, np.int32)
+def some_outputs(wanted: Sequence[int], size: int) -> Int32[np.ndarray, " R"]:
+    """Tokens of a step whose logits are wanted: one or all, so two programs a bucket at most."""
     return pad(wanted, 1 if len(wanted) <= 1 else size, 0)
 
 
 def prompt_batches(
-    n_tokens: int, n_ubatch: int, place: Callable[[int], tuple], *, skips: bool
+    n_tokens: int, n_ubatch: int, place: Callable[[int], Where], *, skips: bool
 ) -> list[Batch]:
     """Empty batches of the shapes that a prompt has of which the last logits are wanted.
 
@@ -83,7 +73,7 @@ def prompt_batches(
       n_tokens: of the prompt.
       n_ubatch: of a step at most.
       place: where tokens are written of which there are so many.
-      skips: steps before the last have no outputs, see `some_outputs`.
+      skips: steps before the last have no outputs, and leave out layers that only read.
     """
     if not n_tokens:
         return []
@@ -92,7 +82,7 @@ def prompt_batches(
     wanted = [*before, (bucket(n_last, n_ubatch), False)]
 
     def batch(size: int, without: bool) -> Batch:
-        out_ids = some_outputs([], size, skips=without)
+        out_ids = some_outputs([], size)[: 0 if without else None]
         return to_batch(one_sequence([], 0, 0, size), place(size), out_ids)
 
     return [batch(*x) for x in dict.fromkeys(wanted)]

@@ -15,6 +15,7 @@ from kvrt.attention.choice.cases import cases_of
 from kvrt.attention.choice.decide import AttentionChoice, among_processes
 from kvrt.attention.contract import Decoder
 from kvrt.attention.select.labels import label_bytes
+from kvrt.cellcache.host_cells import Where
 from kvrt.cells import Cells, lengthened
 from kvrt.cells.slots import Places, one_sequence, pad
 from kvrt.config import CacheConfig
@@ -111,10 +112,7 @@ class Device:
     # --- steps ---------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, sampler: Sampler | None = None) -> tuple[Array, Array | None]:
-        """Runs a batch; its logits, and with a sampler a token sampled from each output's.
-
-        Nobody waits for them here: the next batch may have what `sampled` makes of the tokens.
-        """
+        """Runs a batch, not waited for; its logits, and with a sampler a token of each output."""
         if self.labels:
             self._label(batch.places)
         if self._by_layer is None:
@@ -162,7 +160,7 @@ class Device:
         return Program(run, static, args, donate=(1,), n_known=2)
 
     def sampled(self, tokens: Array, source: np.ndarray) -> Array:
-        """Of tokens that `forward` sampled those at `source`, as the input of another batch."""
+        """Of tokens that `forward` sampled those at `source`, as the input of the next batch."""
         return self.programs.run(Program(sampled, (), (tokens, source)))
 
     def read(self, tokens: Array) -> np.ndarray:
@@ -257,16 +255,16 @@ class Device:
         step, where = one_sequence([0], 0, 0, size), self._nowhere(size)
         return round_step(step, where, [drafted], (1, size - 1), sampler)
 
-    def _nowhere(self, size: int) -> tuple[list[Places], StateIndex | None]:
+    def _nowhere(self, size: int) -> Where:
         """Places of `size` tokens that are written nowhere and read nothing."""
-        places = [
+        places = tuple(
             Places(
                 slots=np.full(size, x.n_slots, np.int32),
                 blocks=np.zeros(x.n_blocks, np.int32),
                 n_blocks=np.asarray(0, np.int32),
             )
             for x in self._extents
-        ]
+        )
         unused = np.zeros(size, np.int32)
         states = StateIndex(src=unused, dst=unused) if self.layout.recurrent else None
         return places, states

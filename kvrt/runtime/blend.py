@@ -16,7 +16,7 @@ import numpy as np
 from kvrt.arrays import Array, Float, Int32, TokenIds
 from kvrt.cache import capture, checks, room
 from kvrt.cache.cell_cache import CellCache
-from kvrt.cache.runner import Runner
+from kvrt.cache.runner import CellSteps, Runner
 from kvrt.cellcache import history
 from kvrt.cells.edits import Copy, Remove, Shift
 from kvrt.cells.slots import StepTokens, pad
@@ -174,7 +174,7 @@ class _Blend:
         """Takes a cache with nothing pending."""
         self._cache, self._seq_id, self._spec = cache, seq_id, spec
         self._layers = LayerRange(cache.device, spec.check_layer + 1)
-        self._runner, self._placing = Runner(cache.device, cache), placing
+        self._runner, self._placing = Runner(cache.device, CellSteps(cache)), placing
         # By position, the tokens and, by group, their cells: none of them moves meanwhile.
         self._ids, self._slots = np.zeros(0, np.int32), list[np.ndarray]()
 

@@ -10,7 +10,7 @@ from kvrt.arrays import Array, Float, Int32, TokenIds
 from kvrt.cache import checks, room
 from kvrt.cache.cell_cache import CellCache
 from kvrt.cache.last_logits import ResumePoint
-from kvrt.cache.runner import Runner
+from kvrt.cache.runner import CellSteps, Runner
 from kvrt.cellcache import history
 from kvrt.cells.edits import Remove
 from kvrt.cells.slots import StepTokens, one_sequence, only
@@ -81,7 +81,8 @@ class Stepper:
         self.n_vocab, self.device = n_vocab, cache.device
         self.cache = self._cache = cache
         self._host, self._config = cache.host, cache.config
-        self.runner = Runner(cache.device, cache)
+        self._cells = CellSteps(cache)
+        self.runner = Runner(cache.device, self._cells)
 
     def append(
         self,
@@ -167,7 +168,7 @@ class Stepper:
         try:
             for start in range(0, len(ids), n_ubatch):
                 part = ids[start : start + n_ubatch]
-                step = one_sequence(part, seq_id, first + start, self._bucket(len(part)))
+                step = one_sequence(part, seq_id, first + start, bucket(len(part), n_ubatch))
                 logits = self._step(step, [len(part) - 1])
                 host.history = history.filled(host.history, seq_id, first + start, len(part))
                 n_done = start + len(part)
@@ -190,7 +191,7 @@ class Stepper:
             for s in seqs:
                 cache.extend(s)
         pos = np.array([host.pos_max(s) + 1 for s in seqs], np.int32)
-        seq_ids, size = np.array(seqs, np.int32), self._bucket(n)
+        seq_ids, size = np.array(seqs, np.int32), bucket(n, self._config.n_ubatch)
         step = StepTokens(tokens=ids, pos=pos, seq_ids=seq_ids, size=size)
         logits = self._step(step, range(n))
         for i, s in enumerate(seqs):
@@ -262,7 +263,7 @@ class Stepper:
     def bad_logits(self, seq_id: int) -> BadLogits:
         """Counts logits that no token can be sampled from, of the newest token of a sequence."""
         self._cache.counts.n_bad_logits += 1
-        self._cache.logits.forget(seq_id)
+        self._cache.logits.forget([seq_id])
         return BadLogits(
             f"sequence {seq_id}: the logits of its token at position {self._host.pos_max(seq_id)} "
             "have NaN, +inf or no finite value, so there is no next token; the weights, or the "
@@ -278,7 +279,7 @@ class Stepper:
         """
         n = self._n_ahead(seq_id, n_steps)
         step = self._at_end([token] * n, seq_id, loop.stride)
-        where = self._cache.place(dataclasses.replace(step, cached_early=n > 1))
+        where = self._cells.place(dataclasses.replace(step, cached_early=n > 1))
         first = int(step.pos[0])
         run = plan_run((token, first), seq_id, where, loop.stop_ids, n)
         ran = read_run(*self.device.decode(run, sampler, loop.n_best))
@@ -322,7 +323,8 @@ class Stepper:
 
     def _step(self, step: StepTokens, wanted: Sequence[int]) -> Array:
         """Runs a step of tokens that stay; the logits of those `wanted`."""
-        out_ids = some_outputs(wanted, step.size, skips=self.device.skips_unwanted)
+        skips = not wanted and self.device.skips_unwanted
+        out_ids = some_outputs(wanted, step.size)[: 0 if skips else None]
         logits, _ = self.runner.run(step, out_ids, self.device.forward)
         if self._config.select and len(step.tokens) == 1:
             self._cache.note_reads(int(step.seq_ids[0]), int(step.pos[0]))
@@ -332,22 +334,19 @@ class Stepper:
         self, tokens: Sequence[int] | np.ndarray, seq_id: int, size: int | None = None
     ) -> StepTokens:
         """Tokens at the end of a sequence; of a bucket's size, if none is given."""
-        size, first = size or self._bucket(len(tokens)), self._host.pos_max(seq_id) + 1
-        return one_sequence(tokens, seq_id, first, size)
-
-    def _bucket(self, n: int) -> int:
-        return bucket(n, self._config.n_ubatch)
+        size = size or bucket(len(tokens), self._config.n_ubatch)
+        return one_sequence(tokens, seq_id, self._host.pos_max(seq_id) + 1, size)
 
     def _keep(self, step: StepTokens, sampled: Int32[np.ndarray, " n"]) -> None:
         """Appends the first tokens of a step: the newest one, and those sampled but the last."""
         n, n_all = len(sampled), len(step.tokens)
         stays, fed = np.arange(n_all) < n, np.append(step.tokens[:1], sampled[:-1])
-        self._cache.append(only(step, stays, tokens=fed), None if n == n_all else stays)
+        self._cells.append(only(step, stays, tokens=fed), None if n == n_all else stays)
 
     def _probed(self, ids: np.ndarray, seq_id: int, first: int) -> Array:
         """The logits of tokens at `first` and behind, which leave no trace in states either."""
         self._cache.flush()
-        n, size = len(ids), self._bucket(len(ids))
+        n, size = len(ids), bucket(len(ids), self._config.n_ubatch)
         step = one_sequence(ids, seq_id, first, size)
         where = self._host.probe(step)
         batch = to_batch(step, where, some_outputs(range(n), size))

@@ -12,7 +12,6 @@ A step runs ahead if it decodes and nothing else, and if what it decides cannot 
 sampled (`EngineSteps._may_run_ahead`). In any other case the last one is read first.
 """
 
-import functools
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -230,9 +229,11 @@ class EngineSteps:
         self, step: StepBatch, wanted: Sequence[int], sampler: Sampler, last: Launched | None
     ) -> tuple[Array, Array]:
         """Dispatches a step; the logits of some of its tokens, and what was sampled from each."""
-        forward = functools.partial(self._device.forward, sampler=sampler)
+        out_ids, device = pad(wanted, self._n_seq_max, 0), self._device
         fed = None if last is None else self._awaited(step, last)
-        logits, tokens = self._runner.run(step, pad(wanted, self._n_seq_max, 0), forward, fed)
+        logits, tokens = self._runner.run(
+            step, out_ids, lambda batch: device.forward(batch, sampler), fed
+        )
         assert tokens is not None, "there is a sampler"
         if self._ahead:
             tokens.copy_to_host_async()  # not behind the next step

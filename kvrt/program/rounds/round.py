@@ -22,14 +22,14 @@ from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
 from kvrt.attention.step_attention import StepAttention
-from kvrt.cells.slots import Places, StepTokens, pad
+from kvrt.cellcache.host_cells import Where
+from kvrt.cells.slots import StepTokens, pad
 from kvrt.program import sample
 from kvrt.program import step as steps
 from kvrt.program.batch import Batch, to_batch
 from kvrt.program.decode_loop import padded_stops
 from kvrt.program.sample import Sampler
 from kvrt.program.step import Cache, StepSpec
-from kvrt.store.recurrent import StateIndex
 
 # In place of a draft where there is none: no token is sampled that equals it.
 NO_DRAFT = -2
@@ -285,7 +285,7 @@ def plan_rounds(
 
 def round_step(
     step: StepTokens,
-    where: tuple[Sequence[Places], StateIndex | None],
+    where: Where,
     drafted: Sequence[Drafted],
     size: tuple[int, int],
     sampler: Sampler,

@@ -6,6 +6,7 @@ import numpy as np
 
 from kvrt.arrays import Bool, Int32
 from kvrt.cache.cell_cache import CellCache
+from kvrt.cache.runner import CellSteps
 from kvrt.cellcache import contents
 from kvrt.cellcache import group as groups
 from kvrt.cellcache.blocks import CellCopies
@@ -61,6 +62,7 @@ class CellSpace:
         self._n_promised = 0
         # Numbers that nobody else gets: of samples to be forked, of pins of windows or states.
         self._n_ahead = 0
+        self._steps = CellSteps(cache)
         # Runs before the next step: copies of shared cells that moved, what checkpoints have.
         self._later: list[Callable[[], None]] = []
         prefixes = CellPrefixes(cache.host, self.n_seq_max) if prefix_cache else None
@@ -316,11 +318,11 @@ class CellSpace:
         if self._later:
             self._run_pending()
         self._free_homes(step.seq_ids)
-        return self._cache.place(step)
+        return self._steps.place(step)
 
     def append(self, step: StepTokens, stays: Bool[np.ndarray, " n"] | None = None) -> None:
         """See `StepSpace`."""
-        self._cache.append(step, stays)
+        self._steps.append(step, stays)
         self._n_promised -= len(step.pos)
 
     def learn(self, step: StepBatch) -> None:
