@@ -112,8 +112,8 @@ class StepTokens:
 
     @property
     def first_behind(self) -> Mapping[int, int]:
-        """As `first`, of the sequences that share a block list."""
-        return dict(list(self.first.items())[self.n_single :])
+        """As `first`, of sequences without a block list of their own."""
+        return self.first
 
     def read_blocks(
         self, blocks: np.ndarray, slots: Int32[np.ndarray, " n"], block_size: int
