@@ -6,17 +6,18 @@
     python -m scripts.aot --topology h200
 
 For TPUs `libtpu` compiles to machine code, for NVIDIA's GPUs JAX's package for CUDA does, and both
-tell memory and cost: arguments, temporaries, what of the arguments is written in place (alias: the
-cache, or donation failed), operations and bytes. XLA counts a kernel's work as nothing;
-`scripts/gpu_code.py` has that of GPU kernels. With --lower a program for GPUs is lowered: the
-kernels to Triton's language, the rest to StableHLO; nothing says what they will take.
+tell time, memory and cost: seconds to trace, lower and compile, arguments, temporaries, what of the
+arguments is written in place (alias: the cache, or donation failed), operations and bytes. XLA
+counts a kernel's work as nothing; `scripts/gpu_code.py` has that of GPU kernels. With --lower a
+program for GPUs is lowered: the kernels to Triton's language, the rest to StableHLO; nothing says
+what they will take.
 """
 
 import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,15 +28,18 @@ from jax.experimental import topologies
 from rich.console import Console
 from rich.table import Table
 
-from kvrt import Attend, CacheConfig, GroupSpec, RopeSpec
+from kvrt import CacheConfig, GroupSpec
 from kvrt.attention import BlockView, LayerAttention, LayerKV, TokenQKV, attend
 from kvrt.cells.slots import Places, SeqBlocks
 from kvrt.errors import NoKernel
 from kvrt.program import batch as batches
 from kvrt.program import step
+from kvrt.program.device import forward
 from kvrt.program.layout import Layout, cell_layout
+from kvrt.program.programs import layer_params, model_kind
 from kvrt.store import codec
-from scripts._lib import chips, measure
+from kvrt_models.spec import DecoderSpec
+from scripts._lib import chips, measure, shapes
 
 # A description of the smallest slice of each kind.
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
@@ -50,75 +54,14 @@ _TOPOLOGY = flags.DEFINE_list(
     f"TPUs: {', '.join(TOPOLOGIES)}; or GPUs: {', '.join(chips.GPUS)}.",
 )
 _LOWER = flags.DEFINE_list("lower", [], "GPU platforms to lower for: cuda, rocm.")
-_SHAPE = flags.DEFINE_enum("shape", "smollm2", ["tiny", "smollm2", "llama-1b"], "Decoder.")
+_SHAPE = flags.DEFINE_enum("shape", "smollm2-135m", sorted(shapes.SHAPES), "Model of these sizes.")
+_LAYERS = flags.DEFINE_integer("layers", None, "Only its first layers.", lower_bound=1)
 _N_CTX = flags.DEFINE_integer("n_ctx", 4096, "Cells.", lower_bound=256)
 _TYPE = flags.DEFINE_enum("type_kv", "bf16", ["f32", "bf16", "int8"], "KV dtype.")
 _N_SEQ = flags.DEFINE_integer("n_seq", 1, "Sequences that decode together.", lower_bound=1)
 _KERNELS = flags.DEFINE_list(
     "kernels", ["64", "128", "256"], "Widths of heads for which the kernel is compiled alone."
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Sizes of a llama-like decoder."""
-
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    n_ff: int
-    n_vocab: int
-
-
-SHAPES = {
-    "tiny": Shape(2, 8, 2, 128, 512, 1024),
-    "smollm2": Shape(30, 9, 3, 64, 1536, 49152),
-    "llama-1b": Shape(16, 32, 8, 64, 8192, 128256),
-}
-
-
-class Llama(nnx.Module):
-    """Layers of attention and gated feed-forward in bf16; what a step costs, without weights."""
-
-    recurrent = None
-
-    def __init__(self, shape: Shape):
-        """Zeros; callers want shapes only."""
-        self.shape, self.n_vocab = shape, shape.n_vocab
-        width, d = shape.n_heads * shape.head_dim, shape.head_dim
-        rope = RopeSpec(n_rot=d)
-        layers = tuple(range(shape.n_layers))
-        self.groups = (
-            GroupSpec(layers=layers, n_kv_heads=shape.n_kv_heads, head_dim=d, rope=rope),
-        )
-        n_rows = (shape.n_heads + 2 * shape.n_kv_heads) * d
-
-        def matrices(n: int, *sizes: int) -> nnx.List:
-            return nnx.List([nnx.Param(jnp.zeros(sizes, jnp.bfloat16)) for _ in range(n)])
-
-        self.embedding = nnx.Param(jnp.zeros((shape.n_vocab, width), jnp.bfloat16))
-        self.qkv = matrices(shape.n_layers, width, n_rows)
-        self.out = matrices(shape.n_layers, width, width)
-        self.up = matrices(shape.n_layers, width, 2 * shape.n_ff)
-        self.down = matrices(shape.n_layers, shape.n_ff, width)
-
-    def __call__(self, tokens: jax.Array, attend: Attend, out_ids: jax.Array) -> jax.Array:
-        """Logits of the tokens out_ids."""
-        n, kv, d = self.shape.n_heads, self.shape.n_kv_heads, self.shape.head_dim
-        x = self.embedding[...][tokens]
-        for layer in range(self.shape.n_layers):
-            rows = (_normed(x) @ self.qkv[layer][...]).reshape(x.shape[0], -1, d)
-            q, k, v = jnp.split(rows, (n, n + kv), axis=1)
-            x += attend(layer, q, k, v).reshape(x.shape) @ self.out[layer][...]
-            gate, up = jnp.split(_normed(x) @ self.up[layer][...], 2, axis=1)
-            x += (jax.nn.silu(gate) * up) @ self.down[layer][...]
-        return (_normed(x[out_ids]) @ self.embedding[...].T).astype(jnp.float32)
-
-
-def _normed(x: jax.Array) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    return (wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=1, keepdims=True) + 1e-5)).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,10 +115,9 @@ def compile_for(name: str) -> Iterator[dict[str, Any]]:
         args = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), program.args
         )
-        start = time.perf_counter()
         with jax.sharding.use_abstract_mesh(mesh):
-            lowered = jax.jit(program.run, donate_argnums=program.donated).lower(*args)
-        yield _compiled(name, program, lowered, start)
+            lowered = _lowered(program, args)
+        yield _compiled(name, program, lowered)
 
 
 def compile_for_gpu(name: str) -> Iterator[dict[str, Any]]:
@@ -183,24 +125,41 @@ def compile_for_gpu(name: str) -> Iterator[dict[str, Any]]:
     device = chips.gpu_device(name)
     found = [*programs("mosaic_gpu"), *programs("pallas_gpu")]
     for program in {x.name: x for x in found}.values():
-        start = time.perf_counter()
-        run = jax.jit(program.run, donate_argnums=program.donated)
         try:
-            lowered = chips.lowered_for(device, run, program.args)
+            with jax.default_device(device):
+                lowered = _lowered(program, chips.shapes_on(device, program.args))
         except NoKernel as error:
             yield {"chip": name, "program": program.name, "refused": str(error)}
         else:
-            yield _compiled(name, program, lowered, start)
+            yield _compiled(name, program, lowered)
 
 
-def _compiled(
-    chip: str, program: Program, lowered: jax.stages.Lowered, start: float
-) -> dict[str, Any]:
-    compiled = lowered.compile()
+class _Lowered(NamedTuple):
+    """A program before it is compiled, and the seconds that it took so far."""
+
+    lowered: jax.stages.Lowered
+    times: dict[str, float]
+
+
+def _lowered(program: Program, args: tuple) -> _Lowered:
+    start = time.perf_counter()
+    traced = jax.jit(program.run, donate_argnums=program.donated).trace(*args)
+    middle = time.perf_counter()
+    lowered = traced.lower()
+    end = time.perf_counter()
+    return _Lowered(
+        lowered, {"trace_s": round(middle - start, 2), "lower_s": round(end - middle, 2)}
+    )
+
+
+def _compiled(chip: str, program: Program, made: _Lowered) -> dict[str, Any]:
+    start = time.perf_counter()
+    compiled = made.lowered.compile()
     return {
         "chip": chip,
         "program": program.name,
-        "compile_s": round(time.perf_counter() - start, 1),
+        **made.times,
+        "compile_s": round(time.perf_counter() - start, 2),
         **_sizes(compiled),
         "cache_bytes": _bytes([program.args[i] for i in program.donated]),
         "row_bytes": program.row_bytes,
@@ -228,7 +187,7 @@ def lower_for(platform: str) -> Iterator[dict[str, Any]]:
         yield {
             "chip": platform,
             "program": program.name,
-            "compile_s": round(time.perf_counter() - start, 1),
+            "lower_s": round(time.perf_counter() - start, 2),
             "module_bytes": len(found.mlir_module_serialized),
             "n_kernel_calls": found.mlir_module().count(f"@{chips.GPU_CALL}"),
         }
@@ -237,15 +196,15 @@ def lower_for(platform: str) -> Iterator[dict[str, Any]]:
 def programs(kernel: str) -> Iterator[Program]:
     """The decode step by both implementations, and the kernel alone in several forms."""
     for attention in ("chunked", kernel):
-        yield decode_step(SHAPES[_SHAPE.value], attention)
+        yield decode_step(shapes.shape(_SHAPE.value, _LAYERS.value), attention)
     for d in map(int, _KERNELS.value):
         for rows in KERNEL_ROWS:
             yield kernel_alone(kernel, d, rows)
         yield kernel_alone(kernel, d, "bf16", n_tokens=_N_PROMPT)
 
 
-def decode_step(shape: Shape, attention: str) -> Program:
-    """One token of each sequence; the cache is donated."""
+def decode_step(of: DecoderSpec, attention: str) -> Program:
+    """One token of each sequence, whole; weights are bf16, the cache is donated."""
     config = CacheConfig(
         n_ctx=_N_CTX.value,
         n_seq_max=_N_SEQ.value,
@@ -253,16 +212,15 @@ def decode_step(shape: Shape, attention: str) -> Program:
         type_v=_TYPE.value,  # pyright: ignore[reportArgumentType]
         attention=attention,  # pyright: ignore[reportArgumentType]
     )
-    graph, params = nnx.split(nnx.eval_shape(functools.partial(Llama, shape)))
-    layout = cell_layout(nnx.merge(graph, params).groups, None, config)
-    spec = step.StepSpec(config, layout)
+    model = nnx.eval_shape(functools.partial(shapes.random_decoder, of, "bf16"))
+    graph, params = nnx.split(model)
+    spec = step.StepSpec(config, cell_layout(of.groups, None, config))
+    kind = model_kind(graph, params, spec, None, layer_params(model, params))
     cache = jax.eval_shape(lambda: step.create(spec))
-
-    def run(params: Any, cache: step.Cache, batch: batches.Batch) -> tuple:
-        return step.forward(nnx.merge(graph, params), cache, batch, spec)
-
-    args = params, cache, jax.eval_shape(lambda: _batch(layout, _N_SEQ.value))
+    batch = jax.eval_shape(lambda: _batch(spec.layout, _N_SEQ.value))
     row_bytes = _bytes((cache.stores[0].k[0], cache.stores[0].v[0]))
+    args = tuple(jax.tree.leaves(params)), cache, batch
+    run = functools.partial(forward, kind)
     return Program(f"decode step, {attention}", run, args, row_bytes, donated=(1,))
 
 
@@ -272,11 +230,17 @@ def _batch(layout: Layout, n: int) -> batches.Batch:
     def ints(*sizes: int) -> jax.Array:
         return jnp.zeros(sizes, jnp.int32)
 
-    n_blocks = layout.stores[0].extent.n_blocks
-    rows = SeqBlocks(tables=ints(n, n_blocks), n_blocks=ints(n)) if n > 1 else None
-    places = Places(slots=ints(n), blocks=ints(n_blocks), n_blocks=ints(), seq_blocks=rows)
+    def places(store: int) -> Places:
+        n_blocks = layout.stores[store].extent.n_blocks
+        rows = SeqBlocks(tables=ints(n, n_blocks), n_blocks=ints(n)) if n > 1 else None
+        return Places(slots=ints(n), blocks=ints(n_blocks), n_blocks=ints(), seq_blocks=rows)
+
     return batches.Batch(
-        tokens=ints(n), pos=ints(n), seq_ids=ints(n), places=(places,), out_ids=ints(n)
+        tokens=ints(n),
+        pos=ints(n),
+        seq_ids=ints(n),
+        places=tuple(map(places, layout.store_of)),
+        out_ids=ints(n),
     )
 
 
@@ -318,7 +282,9 @@ def table(results: Sequence[dict[str, Any]]) -> None:
     heads = {
         "chip": "chip",
         "program": "program",
-        "compile_s": "s",
+        "trace_s": "trace, s",
+        "lower_s": "lower, s",
+        "compile_s": "compile, s",
         "argument_bytes": "arguments",
         "cache_bytes": "cache",
         "alias_bytes": "in place",

@@ -96,7 +96,9 @@ def by_mosaic(program: aot.Program, target: str) -> Iterator[dict[str, Any]]:
     device = chips.gpu_device(target)
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(_DUMPS, MOSAIC_GPU_DUMP_TO=folder)
-        chips.lowered_for(device, jax.jit(program.run), program.args).compile()
+        with jax.default_device(device):
+            lowered = jax.jit(program.run).lower(*chips.shapes_on(device, program.args))
+        lowered.compile()
         for told in sorted(Path(folder).glob("*.ptxas")):
             yield {"kernel": told.stem, **assembled(told, chips.GPUS[target])}
 

@@ -1,6 +1,5 @@
 """Strict settings for every test: checked annotations, strict promotion, no network by default."""
 
-import argparse
 import gc
 import os
 import sys
@@ -14,7 +13,6 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from tests import typechecker, xla_defects
-from tests.marks import in_their_turn
 
 # XLA's older code generator for the CPU: the same numbers, compiled in half the time. From JAX 0.11
 # on there is only the newer one, and a flag that XLA does not know ends the process.
@@ -45,28 +43,13 @@ def pytest_addoption(parser):
         "--programs",
         metavar="FOLDER",
         help="keep compiled programs there (write --programs=FOLDER): what one process compiles no "
-        "other has to, in this run or the next; those of commands have a folder of their own",
+        "other has to, in this run or the next",
     )
     parser.addoption(
         "--full",
         action="store_true",
         help="whole grids and budgets, for which CI has no time: `budget`, and the marker `full`",
     )
-    parser.addoption(
-        "--turn",
-        type=_turn,
-        metavar="I/N",
-        help="of a file's tests every Nth, from the Ith on, and one at least (write --turn=1/3); a "
-        "module with WHOLE has all",
-    )
-
-
-def _turn(text):
-    """Two numbers of `I/N`, counted from one."""
-    i, n = (int(x) for x in text.split("/"))
-    if not 1 <= i <= n:
-        raise argparse.ArgumentTypeError(f"turn {i} of {n}: turns are 1 to {n}")
-    return i, n
 
 
 def pytest_configure(config):
@@ -110,6 +93,7 @@ def pytest_collection():
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(50_000, 20, 20)  # traces make objects by the million, and few circles
         gc.enable()
 
 
@@ -120,21 +104,14 @@ def pytest_collection_modifyitems(config, items):
     One process runs files in the order in which they are named.
     """
     if not config.getoption("--full"):
-        _leave_out(config, items, lambda item: item.get_closest_marker("full"))
-    if turn := config.getoption("--turn"):
-        ids = [item.nodeid for item in items if not getattr(item.module, "WHOLE", False)]
-        others = set(ids).difference(in_their_turn(ids, *turn))
-        _leave_out(config, items, lambda item: item.nodeid in others)
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
     if not hasattr(config, "workerinput"):
         return
     n_tests = Counter(item.path for item in items)
     real = {item.path for item in items if item.get_closest_marker("model")}
     items.sort(key=lambda item: (item.path not in real, -n_tests[item.path]))
-
-
-def _leave_out(config, items, is_out):
-    config.hook.pytest_deselected(items=[item for item in items if is_out(item)])
-    items[:] = [item for item in items if not is_out(item)]
 
 
 @pytest.fixture
@@ -208,6 +185,18 @@ def numpy_device():
         yield
 
 
+@pytest.fixture(scope="module")
+def zeros_of_numpy():
+    """For caches that are made and counted, and hardly used: their zeros need no programs."""
+
+    def zeros(shape, dtype=np.float32):
+        return jax.device_put(np.zeros(shape, dtype))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.numpy, "zeros", zeros)
+        yield
+
+
 _KEPT = (
     "jax_compilation_cache_dir",
     "jax_persistent_cache_min_compile_time_secs",
@@ -217,10 +206,10 @@ _KEPT = (
 
 @pytest.fixture(scope="module", autouse=True)
 def _kept_programs(request, _quick_compiles):
-    """Programs of --programs; those of a command in this process are for its own module alone.
+    """Programs of --programs, but for modules with ALONE, and commands in this process.
 
-    Modules of commands and those with ALONE find none. JAX's key of a program does not say whether
-    it was optimised, so both kinds have folders of their own.
+    Those keep programs in the cache folder of commands, see cli/conftest.py. JAX's key of a program
+    does not say whether it was optimised, so both kinds have folders of their own.
     """
     before = {name: getattr(jax.config, name) for name in _KEPT}
     folder = request.config.getoption("--programs")

@@ -34,7 +34,6 @@ def is_module(name: str) -> bool:
     return (path / "__init__.py").exists() or path.with_suffix(".py").exists()
 
 
-@functools.cache
 def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 

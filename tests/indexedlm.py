@@ -6,7 +6,7 @@ The oracle has an unrotated index key a token and layer, ranks all that a token 
 
 import dataclasses
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 from flax import nnx
 
@@ -41,7 +41,9 @@ class IndexedLm(LatentLm):
 
         def weights(n):
             shapes = [(WIDTH, n)] * n_layers
-            return nnx.List([nnx.Param(jnp.asarray(rng.standard_normal(s, "f4"))) for s in shapes])
+            return nnx.List(
+                [nnx.Param(jax.device_put(rng.standard_normal(s, "f4"))) for s in shapes]
+            )
 
         self.index_q, self.index_k = weights(INDEX_HEADS * INDEX), weights(INDEX)
         self.index_w = weights(INDEX_HEADS)

@@ -7,6 +7,7 @@ and values of every head of them, and attends as any multi-head attention does.
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -32,7 +33,7 @@ class LatentLm(nnx.Module):
         self.groups = tuple(self.group_of(mask, scale) for mask in dict.fromkeys(self.masks))
 
         def weight(*shape):
-            return nnx.Param(jnp.asarray(rng.standard_normal(shape, np.float32)))
+            return nnx.Param(jax.device_put(rng.standard_normal(shape, np.float32)))
 
         self.embedding, self.out = weight(N_VOCAB, WIDTH), weight(WIDTH, N_VOCAB)
         n = range(n_layers)

@@ -1,11 +1,9 @@
 """Which cases of a test are slow, and which of these CI leaves to `pytest --full`.
 
 The default suite has three minutes, and runs what takes about a second at most; CI runs enough
-cases of the others that each value of a grid is there: a third of them each day (--turn). Whole
-grids are part of the soak.
+cases of the others that each value of a grid is there. Whole grids are part of the soak.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -50,14 +48,3 @@ def first_fast(values: Iterable[Any], n: int = 1) -> list[Any]:
     values = list(values)
     # A named tuple is one value.
     return [*values[:n], *(slow(*x) if type(x) is tuple else slow(x) for x in values[n:])]
-
-
-def in_their_turn(ids: Iterable[str], turn: int, n: int) -> list[str]:
-    """Of each file's tests every n-th, from the one of this turn on; one where it has fewer than n.
-
-    Each test has its turn within n runs, and no file is left out of one.
-    """
-    tests = defaultdict(list)
-    for each in ids:
-        tests[each.partition("::")[0]].append(each)
-    return [x for of_one in tests.values() for x in of_one[(turn - 1) % min(n, len(of_one)) :: n]]

@@ -6,6 +6,7 @@ values from layer to layer by name, and rotates every key anew to where it stand
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -37,7 +38,7 @@ class SharedLm(nnx.Module):
         width = n_heads * D
 
         def weight(*shape):
-            return nnx.Param(jnp.asarray(rng.standard_normal(shape, np.float32)))
+            return nnx.Param(jax.device_put(rng.standard_normal(shape, np.float32)))
 
         self.embedding, self.out = weight(N_VOCAB, width), weight(width, N_VOCAB)
         self.q = nnx.List([weight(width, width) for _ in kv_of])

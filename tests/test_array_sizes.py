@@ -19,6 +19,7 @@ from kvrt import (
 )
 from kvrt.errors import BadRequest, CacheFull
 from kvrt.sizes import Extent, pool_extent, rounded_up
+from tests.numpy_device.device import installed
 from tests.toys import ToyLm
 
 SIZES = sorted({k << j for j in range(31) for k in range(8, 17)} | set(range(8)))
@@ -116,6 +117,7 @@ def test_an_engine_gives_out_what_was_asked(mode):
         engine.add_request(Request(id="c", tokens=(1,) * 62, n_predict=10))
 
 
+@installed()
 def test_the_cache_is_full_at_what_was_asked():
     runtime = Runtime(ToyLm(n_layers=1), CacheConfig(n_ctx=35, block_size=1, n_ubatch=8))
     assert runtime.cache.cells[0].pos.shape == (36,)
@@ -130,6 +132,7 @@ def test_the_cache_is_full_at_what_was_asked():
     assert np.asarray(runtime.cache.cells[0].pos)[35] == -1
 
 
+@installed()
 def test_the_context_shifts_at_what_was_asked():
     config = CacheConfig(n_ctx=35, block_size=1, n_ubatch=8)
     runtime = Runtime(ToyLm(n_layers=1), config, policy=ContextShift(n_keep=3))
@@ -139,6 +142,7 @@ def test_the_context_shifts_at_what_was_asked():
     assert [drop.n_past for drop in runtime.stats().drops] == [35]
 
 
+@installed()
 @pytest.mark.parametrize("n_ctx", [33, 35, 40, 30])
 def test_sessions_say_what_was_asked_and_go_to_any_size(n_ctx, tmp_path):
     """Restored to the bit where the sizes are one, and in new cells elsewhere."""

@@ -31,6 +31,7 @@ from kvrt.cache import checks
 from kvrt.errors import BadConfig, BadRequest, KvrtError, UsageError
 from kvrt.program.mesh import Placement
 from tests import typechecker
+from tests.numpy_device.device import compiled
 from tests.toys import RowModel
 
 
@@ -39,6 +40,8 @@ def _as_users_call():
     with typechecker.switched_off():
         yield
 
+
+pytestmark = pytest.mark.usefixtures("numpy_device")
 
 MODEL = RowModel()
 SMALL = CacheConfig(n_ctx=64, n_seq_max=4, block_size=16, n_ubatch=16)
@@ -163,6 +166,7 @@ def test_what_is_no_model_config_or_policy_is_refused(model, config, policy, tol
         checks.settled(model, config, policy)
 
 
+@compiled()
 @pytest.mark.parametrize("make", [Runtime, Engine])
 def test_a_cache_beyond_memory_is_refused_with_its_size(make):
     wide = RowModel(n_heads=32, n_kv_heads=32, head_dim=256)  # of 32 TB a matrix
@@ -186,6 +190,7 @@ def test_a_mesh_of_jax_is_one_of_kvrt():
 # --- a runtime's end ----------------------------------------------------------------------------
 
 
+@compiled()
 def test_a_runtime_is_closed_by_its_with_block():
     with Runtime(MODEL, SMALL) as runtime:
         runtime.append([1, 2], 0)

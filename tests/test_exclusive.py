@@ -16,6 +16,8 @@ from kvrt import Busy, CacheConfig, Engine, Request, Runtime, session
 from kvrt_models.load import load
 from tests.toys import ToyLm, allclose
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 TOY = ToyLm(n_layers=1)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 # What any thread may use at any time. A new public member is guarded unless its name comes here.

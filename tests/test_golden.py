@@ -29,9 +29,9 @@ class Known:
 MODELS = [Known("smollm2-135m", "smollm2", 1e-3), Known("gemma3-270m", "gemma3", 5e-2)]
 
 
-FULL = {"n_ctx": 1024, "n_seq_max": 2, "swa_full": True}
+FULL = {"n_ctx": 1024, "n_seq_max": 2, "swa_full": True, "programs": "by_layer"}
 # Windows of 512 tokens in 576 cells: a text of 900 uses most of them again.
-SMALL = {"n_ctx": 1024, "n_ubatch": 32, "block_size": 64, "rope": "read"}
+SMALL = {"n_ctx": 1024, "n_ubatch": 32, "block_size": 64, "rope": "read", "programs": "by_layer"}
 # Each size up to n_ubatch is a program, or two: what all cases share takes longest to compile.
 N_UBATCH = {"smollm2": 32, "gemma3": 64}
 # A model a key frame; the other one of SmolLM2 has programs of its own, which take a minute.
@@ -98,6 +98,21 @@ def test_plain(known, runtime, case):
     print(f"largest difference {worst:.1e}")
     assert worst < known.tolerance
     assert greedy(runtime, 48) == case["greedy"].tolist()
+
+
+@pytest.mark.parametrize("of", MODELS, ids=lambda x: x.folder)
+def test_whole_programs_give_the_text_of_programs_by_layer(of):
+    """All other tests here run by layer: of these `test_plain` has the same text."""
+    with np.load(GOLDEN / of.folder / "plain-long.npz") as data:
+        golden = dict(data)
+    tokens, last = golden["tokens"].tolist(), len(golden["keep"]) - 1
+    # The prompt's steps are of one size, and so of one program.
+    at = Runtime(model_of(of.name), CacheConfig(n_ctx=1024, n_ubatch=60, programs="whole"))
+    worst = difference(at.prefill(tokens), golden, "logits", last)
+    print(f"largest difference {worst:.1e}")
+    assert worst < of.tolerance and golden["keep"][last] == len(tokens) - 1
+    assert greedy(at, 48) == golden["greedy"].tolist()
+    assert sorted(key.name for key in at.programs.compiled()) == ["decode_steps", "forward"]
 
 
 def test_long_steps():

@@ -66,11 +66,13 @@ INTERFACES = {
 }
 
 
-def functions(path: Path):
+def functions(tree: ast.Module, stem: str):
     """("file:function", node) of each function of a file, "file:Class.method" of each method."""
 
     def walk(node, prefix):
         for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                continue
             name = f"{prefix}{getattr(child, 'name', '')}"
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield name, child
@@ -80,14 +82,22 @@ def functions(path: Path):
             else:
                 yield from walk(child, prefix)
 
-    tree = ast.parse(path.read_text())
-    yield from ((f"{path.stem}:{name}", node) for name, node in walk(tree, ""))
+    yield from ((f"{stem}:{name}", node) for name, node in walk(tree, ""))
 
 
 @functools.cache
+def outline(path: Path):
+    """(name, parameters, lines) of each function of a file, and its public names; not its tree."""
+    tree = ast.parse(path.read_text())
+    sizes = [(name, n_parameters(x), n_lines(x)) for name, x in functions(tree, path.stem)]
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    names = [node.name for node in tree.body if isinstance(node, kinds)]
+    return sizes, [name for name in names if not name.startswith("_")]
+
+
 def all_functions():
     """Those of the package, the models and the scripts."""
-    return [found for path in [*MODULES, *SCRIPTS] for found in functions(path)]
+    return [found for path in [*MODULES, *SCRIPTS] for found in outline(path)[0]]
 
 
 def n_parameters(function: ast.FunctionDef) -> int:
@@ -106,12 +116,12 @@ def n_lines(function: ast.FunctionDef) -> int:
 
 
 def too_many_parameters() -> dict[str, int]:
-    found = {name: n_parameters(node) for name, node in all_functions()}
+    found = {name: n for name, n, _ in all_functions()}
     return {name: n for name, n in found.items() if n > MAX_PARAMETERS}
 
 
 def too_long() -> dict[str, int]:
-    found = {name: n_lines(node) for name, node in all_functions()}
+    found = {name: n for name, _, n in all_functions()}
     return {name: n for name, n in found.items() if n > MAX_BODY}
 
 
@@ -165,10 +175,8 @@ def shared_names() -> dict[str, list[str]]:
     """Public classes and functions that are defined in more than one module, and where."""
     places = defaultdict(list)
     for path in MODULES:
-        for node in ast.parse(path.read_text()).body:
-            kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-            if isinstance(node, kinds) and not node.name.startswith("_"):
-                places[node.name].append(module_name(path))
+        for name in outline(path)[1]:
+            places[name].append(module_name(path))
     return {name: modules for name, modules in sorted(places.items()) if len(modules) > 1}
 
 

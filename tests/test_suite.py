@@ -12,7 +12,6 @@ from beartype.roar import BeartypeCallHintViolation
 from kvrt import cells
 from kvrt.attention import softmax
 from kvrt.cells import slots
-from tests.marks import in_their_turn
 
 ROOT = Path(__file__).parent.parent
 
@@ -44,27 +43,14 @@ def test_pytest_alone_is_the_default_suite():
     assert re.search(r"^    pip install -e '\.\[test\]' && pytest +#", readme, re.MULTILINE)
 
 
-def test_the_lines_of_ci_run_every_test_once_in_three_days():
+def test_the_lines_of_ci_run_every_test_once():
     script = (ROOT / ".ci" / "run").read_text()
     # With "=", for pytest takes a folder by itself for tests before it knows the option.
-    more = r'(?: --unchecked "--turn=\$turn")? "--programs=\$venv-programs"'
+    more = r'(?: --unchecked)? "--programs=\$venv-programs"'
     lines = re.findall(rf'^pytest -m "([^"]*)"{more}$', script, re.MULTILINE)
     assert len(lines) == 2
     for marks in ([], ["slow"], ["model"], ["slow", "model"]):
         assert sum(runs(line, *marks) for line in lines) == 1, marks
-    # Three days in a row have all turns.
-    assert "\nturn=$(($(date +%s) / 86400 % 3 + 1))/3\n" in script
-
-
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("n_tests", [1, 2, 3, 4, 11])
-def test_each_test_has_its_turn_and_no_file_is_left_out(n_tests, n):
-    ids = [f"tests/test_{name}.py::test_c[{i}]" for name in "ab" for i in range(n_tests)]
-    turns = [in_their_turn(ids, i, n) for i in range(1, n + 1)]
-    assert set().union(*turns) == set(ids)
-    for these in turns:
-        assert {x.partition("::")[0] for x in these} == {"tests/test_a.py", "tests/test_b.py"}
-        assert len(set(these)) == len(these) <= 2 * -(-n_tests // n)
 
 
 def test_ci_draws_other_histories_each_day_and_waits_for_them():

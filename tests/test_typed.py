@@ -13,7 +13,6 @@ CHECKERS = {
     "mypy": [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--cache-dir"],
     "pyright": ["pyright", "--pythonpath", sys.executable],
 }
-WHOLE = True  # CI runs all of it each day, see --turn
 PATHS = os.pathsep.join([str(ROOT), str(ROOT / "models")])
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -37,7 +36,9 @@ class RowModel(nnx.Module):
         self.n_heads, self.head_dim, self.n_tokens = n_heads, head_dim, n_vocab
 
         def table(n):
-            return nnx.Param(jnp.asarray(rng.standard_normal((n_vocab, n, head_dim), np.float32)))
+            return nnx.Param(
+                jax.device_put(rng.standard_normal((n_vocab, n, head_dim), np.float32))
+            )
 
         self.q, self.k, self.v = table(n_heads), table(n_kv_heads), table(n_kv_heads)
 
@@ -74,7 +75,7 @@ class ToyLm(nnx.Module):
         width = self.n_heads * head_dim
 
         def weight(*shape):
-            return nnx.Param(jnp.asarray(rng.standard_normal(shape, np.float32)))
+            return nnx.Param(jax.device_put(rng.standard_normal(shape, np.float32)))
 
         self.embedding, self.out = weight(n_vocab, width), weight(width, n_vocab)
         self.qkv = nnx.List([weight(width, 2 * width) for _ in range(n_layers)])
@@ -99,6 +100,14 @@ class ToyLm(nnx.Module):
 
     def head(self, x):
         return x @ self.out[...] * 0.2
+
+
+class KindedLm(ToyLm):
+    """The same, whose layers of one mask are alike: it runs by layer."""
+
+    def layer_kinds(self):
+        masks = {i: g.mask for g in self.groups for i in g.layers}
+        return [(masks[i], ("qkv", i)) for i in range(self.n_layers)]
 
 
 def windowed(model_group: GroupSpec, mask: MaskSpec) -> GroupSpec:
@@ -136,7 +145,7 @@ class HybridLm(nnx.Module):
         self.n_vocab, self.width = n_vocab, width
 
         def weight(*shape):
-            return nnx.Param(jnp.asarray(rng.standard_normal(shape, np.float32)))
+            return nnx.Param(jax.device_put(rng.standard_normal(shape, np.float32)))
 
         self.embedding, self.head = weight(n_vocab, width), weight(width, n_vocab)
         self.mix = weight(3, width)

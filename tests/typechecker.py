@@ -2,8 +2,8 @@
 
 jaxtyping's own decorator binds arguments and checks them twice in each call, and makes two
 functions anew whenever a nested one is defined: half of the time of tests that compile nothing.
-This one checks once, names the sizes of axes only where an annotation has some, and leaves nested
-functions alone.
+This one checks once, names the sizes of axes only where an annotation has some, leaves nested
+functions alone, and makes a check when its function is first called.
 """
 
 import contextlib
@@ -43,16 +43,25 @@ def checked(fn=None, *, typechecker=None):
         return property(*(f and checked(f) for f in (fn.fget, fn.fset, fn.fdel)))
     if "<locals>" in fn.__qualname__ or hasattr(fn, "__wrapped__"):
         return fn
-    fn.__annotations__ = {k: _found(x, fn) for k, x in fn.__annotations__.items()}
-    once = _check(fn)
-    if any(map(_has_sizes, fn.__annotations__.values())):
-        once = _within_a_scope(once)
+    once = None
 
     @functools.wraps(fn)
     def guarded(*args, **kwargs):
-        return fn(*args, **kwargs) if _is_off else once(*args, **kwargs)
+        nonlocal once
+        if _is_off:
+            return fn(*args, **kwargs)
+        # Made by the first call: most functions are never called by a process.
+        once = once or _checking(fn)
+        return once(*args, **kwargs)
 
     return guarded
+
+
+def _checking(fn):
+    """The function with its arguments and its result checked."""
+    fn.__annotations__ = {k: _found(x, fn) for k, x in fn.__annotations__.items()}
+    once = _check(fn)
+    return _within_a_scope(once) if any(map(_has_sizes, fn.__annotations__.values())) else once
 
 
 def _within_a_scope(once):

@@ -5,6 +5,8 @@ import importlib
 from collections.abc import Callable
 from typing import NoReturn
 
+import jax
+
 from kvrt.arrays import Array
 from kvrt.attention import reference, xla
 from kvrt.attention.types import LayerAttention, LayerKV, TokenQKV
@@ -114,7 +116,15 @@ def require(name: str, platform: str) -> None:
 
 def kernels(platform: str) -> tuple[str, ...]:
     """What "auto" tries on a platform, the best first."""
-    return tuple(name for name, platforms in _PLATFORMS.items() if platform in platforms)
+    found = [name for name, platforms in _PLATFORMS.items() if platform in platforms]
+    # Measured on an H100: docs/accelerators.md.
+    return tuple(sorted(found, key=lambda name: name != "mosaic_gpu" or not _is_hopper()))
+
+
+def _is_hopper() -> bool:
+    """Whether JAX's first device is a GPU of NVIDIA's Hopper generation."""
+    device = jax.devices()[0]
+    return device.platform == "gpu" and str(device.compute_capability) == "9.0"
 
 
 def check_chosen(name: str) -> None:

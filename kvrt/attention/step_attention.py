@@ -35,7 +35,7 @@ from kvrt.store.kv import KVStore
 from kvrt.store.per_channel import PerChannel
 
 # A slot beyond the last one of every cache.
-_NOWHERE = MAX_POS // 2
+NOWHERE = MAX_POS // 2
 
 
 @dataclasses.dataclass
@@ -103,7 +103,7 @@ class StepAttention:
         Args:
           stays: which tokens stay.
         """
-        self.kept = lambda slots: jnp.where(stays, slots, _NOWHERE)
+        self.kept = only(stays)
         for layer, states in (self.apart or {}).items():
             assert self.state_index is not None, "states that no token has written"
             self.states[layer] = recurrent.put_kept(
@@ -285,6 +285,11 @@ class StepAttention:
             form = chunk.run, chunk.size
             self.states[layer], out = recurrent.advance_chunks(tables, at, step, form, inputs)
         return out
+
+
+def only(stays: Bool[Array, " T"]) -> Callable[[AnyArray], Array]:
+    """Makes of the slots of a step's tokens those that are written."""
+    return lambda slots: jnp.where(stays, slots, NOWHERE)
 
 
 def step_attention(

@@ -19,7 +19,6 @@ from kvrt.cellcache.host_cells import SlotPlan, Where
 from kvrt.cells.slots import Places, StepTokens
 from kvrt.program.batch import Batch, to_batch
 from kvrt.program.device import Device
-from kvrt.program.rounds.layer_skip import round_program
 from kvrt.program.rounds.round import Drafted, RoundSpec, Verified, round_step
 from kvrt.program.sample import Sampler
 
@@ -125,8 +124,7 @@ class Runner(Generic[StepT]):
         arrays = round_step(step, self._place(step), drafted, size, sampler)
         if self._check:
             self._check(arrays)
-        program = round_program(self._device.programs, self._device.cache, arrays, how)
-        return self._device.verify(program)
+        return self._device.verify(arrays, how)
 
     def _place(self, step: StepT) -> Where:
         places, states = self._space.place(step)

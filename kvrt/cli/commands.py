@@ -35,7 +35,7 @@ class Command:
         """How it is called."""
         return " ".join(x for x in (self.name, self.places, "[flags]") if x)
 
-    def flags(self) -> list[Flag]:
+    def flags(self) -> tuple[Flag, ...]:
         """Its flags and places, in the order of the help."""
         return flags_of(self.options)
 

@@ -4,6 +4,7 @@ Everything is decided on the host, in NumPy, and padded to a bucket, so that few
 every batch.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
@@ -43,6 +44,12 @@ def buckets(n_ubatch: int) -> tuple[int, ...]:
 def bucket(n: int, n_ubatch: int) -> int:
     """The smallest bucket that holds n tokens."""
     return next(s for s in buckets(n_ubatch) if s >= n)
+
+
+def without_fresh(batch: Batch) -> Batch:
+    """A batch whose new blocks are empty already."""
+    places = (dataclasses.replace(of_group, fresh=None) for of_group in batch.places)
+    return dataclasses.replace(batch, places=tuple(places))
 
 
 def to_batch(

@@ -28,12 +28,13 @@ from kvrt.program.labels.arrays import check_labels, label_plan, n_labelled
 from kvrt.program.labels.indexed import check_index_reads
 from kvrt.program.labels.shift import shift
 from kvrt.program.labels.upkeep import LabelUpkeep
-from kvrt.program.layers.by_layer import Arrays, StepByLayer
-from kvrt.program.layers.whole import whole_step
+from kvrt.program.layers.by_layer import Arrays, StepByLayer, call_traced
 from kvrt.program.layout import Layout, mixes_rotations
 from kvrt.program.mesh import Placement
-from kvrt.program.programs import ModelKind, Program, Programs, reason_for_whole
-from kvrt.program.rounds.round import Drafted, RoundStep, Verified, round_step
+from kvrt.program.programs import ModelKind, Program, Programs, TracedParams, reason_for_whole
+from kvrt.program.rounds.layer_skip import n_drafting, round_program
+from kvrt.program.rounds.round import Drafted, RoundSpec, RoundStep, Verified, round_step
+from kvrt.program.rounds.round_by_layer import round_by_layer
 from kvrt.program.sample import Sampler
 from kvrt.program.step import Cache, StepSpec
 from kvrt.store import kv as kv_store
@@ -65,8 +66,8 @@ class Device:
         self.dispatch = dispatched(model, config, is_divided=place is not None)
         self.spec = spec = StepSpec(self.settled(config), self.layout, self._shards)
         self.programs = Programs(model, spec, place)
-        self._by_layer = StepByLayer(self.programs) if spec.config.programs == "by_layer" else None
-        # By shapes of a batch, the programs of a step in their order.
+        self.by_layer = StepByLayer(self.programs) if spec.config.programs == "by_layer" else None
+        # By what they compute and the shapes of it, programs in their order.
         self._compiled: dict[tuple, list[Callable]] = {}
         plan = label_plan(self.layout, config)
         self.labels = plan and LabelUpkeep(plan, self.layout.stores)
@@ -115,39 +116,51 @@ class Device:
         """Runs a batch, not waited for; its logits, and with a sampler a token of each output."""
         if self.labels:
             self._label(batch.places)
-        if self._by_layer is None:
+        if self.by_layer is None:
             program = self._of_step(forward, (), batch, sampler)
             logits, tokens, self.cache = self.programs.run(program)
             return logits, tokens
-        rows = self._rows(batch)
+        return self.logits(self._rows(batch), sampler)
+
+    def logits(self, rows: Array, sampler: Sampler | None = None) -> tuple[Array, Array | None]:
+        """As `forward`, of the residual stream behind the last layer."""
         if rows.shape[0] == 0:
             return jnp.zeros((0, self.n_vocab), jnp.float32), None
         return self.programs.run(self._of_rows(head, (), rows, sampler))
 
     def _rows(self, batch: Batch) -> Array:
         """The residual stream behind the last layer, of tokens whose logits are wanted."""
-        assert self._by_layer is not None
-        shapes = tuple([x.shape for x in jax.tree.leaves(batch)])
-        if shapes not in self._compiled:
+        assert self.by_layer is not None
+        return self.in_order((), batch, self.by_layer.rows)
+
+    def in_order(self, what: tuple, args: Any, walk: Callable[[Arrays, Any], Any]) -> Any:
+        """Runs programs that follow one another, when all of them are compiled.
+
+        Args:
+          what: tells walks apart whose `args` have equal shapes.
+          args: of the walk; which programs it calls follows from their shapes and `what`.
+          walk: calls programs by `Arrays.call`, also where that only begins them.
+
+        Returns:
+          What the walk gives.
+        """
+        key = *what, *[x.shape for x in jax.tree.leaves(args)]
+        if key not in self._compiled:
             # All of them, before the first one runs.
-            made = self.programs.compile_all(lambda begin: self._rows_ahead(begin, batch))
-            self._compiled[shapes] = made
-        arrays, run = Arrays(self.cache), self.programs.run
+            made = self.programs.compile_all(lambda begin: walk(Arrays(self.cache, begin), args))
+            self._compiled[key] = made
+        run = self.programs.run
         if self._place is None:
-            following = iter(self._compiled[shapes])
+            following = iter(self._compiled[key])
 
             def run(program: Program) -> Any:
                 return next(following)(*program.args)
 
+        arrays = Arrays(self.cache, run)
         try:
-            return self._by_layer.rows(run, arrays, batch)
+            return walk(arrays, args)
         finally:
             self.cache = arrays.cache()
-
-    def _rows_ahead(self, begin: Callable, batch: Batch) -> Any:
-        """The shape of `_rows`, whose programs are begun."""
-        assert self._by_layer is not None
-        return self._by_layer.rows(begin, Arrays(self.cache), batch)
 
     def _of_rows(self, run: Callable, static: tuple, rows: Any, *args: Any) -> Program:
         """A program that takes parameters outside of layers and a stream, and whatever else."""
@@ -184,7 +197,7 @@ class Device:
 
     def decode(self, plan: LoopPlan, sampler: Sampler, n_best: int) -> tuple[Sampled, Sampler]:
         """Runs a plan of decode steps; what it sampled, and the sampler after it."""
-        if self._by_layer is not None and plan.shape[0] == 1:
+        if self.by_layer is not None and plan.shape[0] == 1:
             logits, _ = self.forward(decode_loop.batch_of(plan, 0, plan.tokens))
             return self.sample(logits, sampler, n_best)
         if self.labels:
@@ -193,10 +206,14 @@ class Device:
         sampled, self.cache, sampler = self.programs.run(wanted)
         return sampled, sampler
 
-    def verify(self, program: Program) -> Verified:
-        """Runs a step with rounds of drafts, a `round_program`; what was sampled."""
-        verified, self.cache = self.programs.run(program)
-        return verified
+    def verify(self, step: RoundStep, how: RoundSpec) -> Verified:
+        """Runs a step with rounds of drafts; what was sampled."""
+        if self.by_layer is None:
+            wanted = round_program(self.programs, self.cache, step, how)
+            verified, self.cache = self.programs.run(wanted)
+            return verified
+        walk = functools.partial(round_by_layer, self.by_layer, how)
+        return self.in_order((how, n_drafting(step, how)), step, walk)
 
     def sample(self, logits: Array, sampler: Sampler, n_best: int) -> tuple[Sampled, Sampler]:
         """A token of each row of logits, and the sampler after it."""
@@ -227,10 +244,10 @@ class Device:
             n_tokens, self.spec.config.n_ubatch, self._nowhere, skips=self.skips_unwanted
         )
         for batch in batches:
-            if self._by_layer is None:
+            if self.by_layer is None:
                 begin(self._of_step(forward, (), batch, None))
                 continue
-            rows = self._rows_ahead(begin, batch)
+            rows = self.by_layer.rows(Arrays(self.cache, begin), batch)
             if rows.shape[0]:
                 begin(self._of_rows(head, (), rows, None))
 
@@ -242,10 +259,11 @@ class Device:
     def begin_decode(self, begin: Callable, loop: LoopSpec, sampler: Sampler) -> None:
         """Begins the programs of `decode` for one sequence, see `Programs.compile_all`."""
         plan = decode_loop.plan_run((0, 0), 0, self._nowhere(loop.stride), loop.stop_ids, 1)
-        if self._by_layer is None or loop.stride > 1:
+        if self.by_layer is None or loop.stride > 1:
             begin(self._of_step(decode_steps, (loop.n_best,), plan, sampler))
             return
-        rows = self._rows_ahead(begin, decode_loop.batch_of(plan, 0, plan.tokens))
+        batch = decode_loop.batch_of(plan, 0, plan.tokens)
+        rows = self.by_layer.rows(Arrays(self.cache, begin), batch)
         begin(self._of_rows(head, (), rows, None))
         begin(self.sample_program(sampler, loop.n_best))
 
@@ -254,6 +272,13 @@ class Device:
         drafted = Drafted(0, 0, sampler.recent.shape[1], (), stop_ids)
         step, where = one_sequence([0], 0, 0, size), self._nowhere(size)
         return round_step(step, where, [drafted], (1, size - 1), sampler)
+
+    def begin_round(self, begin: Callable, step: RoundStep, how: RoundSpec) -> None:
+        """Begins the programs of `verify`, see `Programs.compile_all`."""
+        if self.by_layer is None:
+            begin(round_program(self.programs, self.cache, step, how))
+        else:
+            round_by_layer(self.by_layer, how, Arrays(self.cache, begin), step)
 
     def _nowhere(self, size: int) -> Where:
         """Places of `size` tokens that are written nowhere and read nothing."""
@@ -428,6 +453,18 @@ def forward(
     """Logits of a batch, and with a sampler a token for each output."""
     logits, cache = whole_step(kind, params, cache, batch)
     return logits, sampler and sample.sample_tokens(logits, sampler)[0], cache
+
+
+def whole_step(kind: ModelKind, params: tuple, cache: Cache, batch: Batch) -> tuple[Array, Cache]:
+    """Logits of a batch: the functions of `by_layer.py`, if the model tells its layers apart."""
+    if kind.layers is None or len(kind.layers.kinds) != kind.spec.layout.n_layers:
+        return step.forward(kind.model(params), cache, batch, kind.spec)
+    traced, arrays = TracedParams(kind, params), Arrays(cache, call_traced)
+    rows = StepByLayer(traced).rows(arrays, batch)
+    model = kind.outer(traced.rest)
+    if rows.shape[0] == 0:
+        return jnp.zeros((0, model.n_vocab), jnp.float32), arrays.cache()
+    return model.head(rows), arrays.cache()
 
 
 def head(

@@ -6,7 +6,7 @@ found there. A token sees what is cached at lower positions and never its own ol
 Source: arXiv:2405.16444 (CacheBlend), sec. 4.2.
 """
 
-import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,13 +17,12 @@ import numpy as np
 from kvrt.arrays import AnyArray, Array, Float, Int32
 from kvrt.attention.contract import LayeredDecoder
 from kvrt.attention.step_attention import StepAttention
-from kvrt.attention.types import LayerStep
-from kvrt.cells import vacate
-from kvrt.errors import BadConfig
+from kvrt.cells import Cells
 from kvrt.program.batch import Batch
 from kvrt.program.device import Device
+from kvrt.program.layers.by_layer import Arrays, StepByLayer, take_rows
 from kvrt.program.programs import ModelKind, Program
-from kvrt.program.step import Cache, Result, StepSpec, step
+from kvrt.program.step import Cache, StepSpec, emptied, in_place, place_step
 from kvrt.store import kv as kv_store
 from kvrt.store.kv import KVStore
 
@@ -43,21 +42,24 @@ class LayerRange:
         self._device, self._n_layers = device, n_layers
         programs = device.programs
         token = jax.ShapeDtypeStruct((1,), np.int32)
-
-        def embed(params: tuple, tokens: Array) -> Array:
-            return in_parts(programs.kind.model(params)).embed(tokens)
-
-        width = jax.eval_shape(embed, programs.params, token).shape[1]
-        self._stream = jnp.zeros((device.spec.config.n_ctx, width), jnp.float32)
+        embed = jax.eval_shape(
+            lambda params, t: programs.kind.in_parts(params).embed(t), programs.params, token
+        )
+        self._stream = jnp.zeros((device.spec.config.n_ctx, embed.shape[1]), jnp.float32)
 
     def check(self, batch: Batch, at: np.ndarray) -> Float[Array, "2 T"]:
         """Runs the first layers, see `check_layers`; `at` is n_ctx for padding."""
-        (self._stream, apart) = self._run(check_layers, batch, at, donate=(1, 3))
+        if self._device.by_layer is None:
+            (self._stream, apart) = self._run(check_layers, batch, at, donate=(1, 3))
+        else:
+            self._stream, apart = self._in_order(check_by_layer, batch, at)
         return apart
 
     def finish(self, batch: Batch, at: np.ndarray) -> Float[Array, "R V"]:
         """Runs the layers behind them; see `finish_layers`."""
-        return self._run(finish_layers, batch, at, donate=(1,))
+        if self._device.by_layer is None:
+            return self._run(finish_layers, batch, at, donate=(1,))
+        return self._device.logits(self._in_order(finish_by_layer, batch, at))[0]
 
     def _run(self, part: Callable, batch: Batch, at: np.ndarray, donate: tuple[int, ...]) -> Any:
         device = self._device
@@ -69,26 +71,20 @@ class LayerRange:
         result, device.cache = device.programs.run(wanted)
         return result
 
+    def _in_order(self, part: Callable, batch: Batch, at: np.ndarray) -> Any:
+        device = self._device
+        if device.labels:
+            device.labels.mark_all()
+        args = batch, self._stream, at
+        walk = functools.partial(part, device.by_layer, self._n_layers)
+        return device.in_order((part, self._n_layers), args, walk)
+
 
 def run_part(
     kind: ModelKind, part: Callable, n_layers: int, params: tuple, cache: Cache, *args: Any
 ) -> tuple[Any, Cache]:
     """`check_layers` or `finish_layers` as a program."""
-    return part(in_parts(kind.model(params)), cache, *args, (n_layers, kind.spec))
-
-
-def in_parts(model: Any) -> LayeredDecoder:
-    """The model, if it can be run in parts.
-
-    Raises:
-      BadConfig: it cannot.
-    """
-    if not isinstance(model, LayeredDecoder):
-        raise BadConfig(
-            f"{type(model).__name__} cannot be run in parts; give it embed, layers and head, see "
-            "kvrt.LayeredDecoder"
-        )
-    return model
+    return part(kind.in_parts(params), cache, *args, (n_layers, kind.spec))
 
 
 def check_layers(
@@ -117,13 +113,7 @@ def check_layers(
 
     def run(tokens: Array, attention: StepAttention) -> tuple[Array, Array]:
         x = model.layers(model.embed(tokens), attention, 0, n_layers)
-        last = n_layers - 1
-        slots = _slots_of(batch, spec, last)
-        old = _cached(attention.layers[last], slots)
-        new = attention.k_new[last], attention.v_new[last]
-        pairs = zip(new, old, strict=True)
-        apart = [jnp.sum((a.astype(jnp.float32) - b) ** 2, axis=(1, 2)) for a, b in pairs]
-        return x.astype(jnp.float32), jnp.stack(apart)
+        return x.astype(jnp.float32), distances(attention, n_layers - 1, batch, spec)
 
     (x, apart), cache = in_place(run, cache, batch, spec)
     return (stream.at[at].set(x, mode="drop"), apart), cache
@@ -157,20 +147,67 @@ def finish_layers(
     return in_place(run, cache, batch, spec)
 
 
-def in_place(
-    run: Callable[[Array, StepAttention], Result], cache: Cache, batch: Batch, spec: StepSpec
-) -> tuple[Result, Cache]:
-    """A step of tokens whose old entries are in its slots, and are seen by none."""
-    cells = list(cache.cells)
-    for i, places in zip(spec.layout.store_of, batch.places, strict=True):
-        cells[i] = vacate(cells[i], jnp.asarray(places.slots), 1)
-    return step(run, dataclasses.replace(cache, cells=tuple(cells)), batch, spec)
-
-
-def _slots_of(batch: Batch, spec: StepSpec, layer: int) -> Int32[Array, " T"]:
+def distances(
+    attention: StepAttention, layer: int, batch: Batch, spec: StepSpec
+) -> Float[Array, "2 T"]:
+    """Squared distances of a layer's new keys and values from those in the slots of its tokens."""
     groups = zip(spec.layout.groups, batch.places, strict=True)
-    return next(jnp.asarray(places.slots) for group, places in groups if layer in group.layers)
+    slots = next(jnp.asarray(places.slots) for group, places in groups if layer in group.layers)
+    kv = attention.layers[layer].kv
+    old = kv_store.read_kv(KVStore(k=(kv.k,), v=(kv.v,)), 0, slots)
+    pairs = zip((attention.k_new[layer], attention.v_new[layer]), old, strict=True)
+    return jnp.stack([jnp.sum((a.astype(jnp.float32) - b) ** 2, axis=(1, 2)) for a, b in pairs])
 
 
-def _cached(layer: LayerStep, slots: Int32[Array, " T"]) -> tuple[Array, Array]:
-    return kv_store.read_kv(KVStore(k=(layer.kv.k,), v=(layer.kv.v,)), 0, slots)
+# --- by layer ----------------------------------------------------------------------------------
+
+
+def check_by_layer(
+    layers: StepByLayer, n_layers: int, arrays: Arrays, args: tuple[Batch, Any, np.ndarray]
+) -> tuple[Any, Any]:
+    """`check_layers` as several programs; the stream and distances, or their shapes."""
+    (batch, stream, at), runs = args, layers.split(n_layers)[0]
+    x, batch = layers.embed(arrays, _in_slots(layers, arrays, batch))
+    passed = layers.run(arrays, batch, x, runs, look=distances)
+    given = arrays.cells, stream, batch, at, passed.stream.x
+    wanted = Program(put_stream, (layers.kind,), given, donate=(0, 1), n_known=1)
+    stream, arrays.cells = arrays.call(wanted)
+    return stream, passed.stream.seen[n_layers - 1]
+
+
+def finish_by_layer(
+    layers: StepByLayer, n_layers: int, arrays: Arrays, args: tuple[Batch, Any, np.ndarray]
+) -> Any:
+    """`finish_layers` as several programs, but for the head; the stream, or its shape."""
+    batch, stream, at = args
+    batch = _in_slots(layers, arrays, batch)
+    x = arrays.call(Program(take_rows, (), (stream, at)))
+    passed = layers.run(arrays, batch, x, layers.split(n_layers)[1])
+    return layers.finish(arrays, batch, passed)
+
+
+def _in_slots(layers: StepByLayer, arrays: Arrays, batch: Batch) -> Batch:
+    """The batch, whose tokens do not see what their slots have."""
+    args = arrays.cells, batch
+    batch, arrays.cells = arrays.call(Program(empty_slots, (layers.kind,), args, (0,), n_known=1))
+    return batch
+
+
+def empty_slots(
+    kind: ModelKind, cells: tuple[Cells, ...], batch: Batch
+) -> tuple[Batch, tuple[Cells, ...]]:
+    """A batch, and cells without what is in its slots."""
+    return batch, emptied(cells, batch, kind.spec)
+
+
+def put_stream(
+    kind: ModelKind,
+    cells: tuple[Cells, ...],
+    stream: Float[Array, "N E"],
+    batch: Batch,
+    at: Int32[AnyArray, " T"],
+    x: Float[Array, "T E"],
+) -> tuple[Float[Array, "N E"], tuple[Cells, ...]]:
+    """The stream and the cells with the tokens of a step; both are donated."""
+    stream = stream.at[at].set(x.astype(jnp.float32), mode="drop")
+    return stream, place_step(cells, batch, kind.spec)

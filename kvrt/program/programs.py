@@ -23,7 +23,7 @@ from flax import nnx
 
 from kvrt.arrays import AnyArray
 from kvrt.attention import registry
-from kvrt.attention.contract import Decoder, KindedDecoder
+from kvrt.attention.contract import Decoder, KindedDecoder, LayeredDecoder
 from kvrt.errors import BadConfig
 from kvrt.program.disk_hits import CompileProgress, DiskHits
 from kvrt.program.labels.arrays import check_weights
@@ -55,6 +55,20 @@ class ModelKind:
     def model(self, params: tuple) -> Any:
         """The model of some parameters, for functions that are traced."""
         return nnx.merge(self._graph, jax.tree.unflatten(self._tree, params))
+
+    def in_parts(self, params: tuple) -> LayeredDecoder:
+        """As `model`, of one that can be run in parts.
+
+        Raises:
+          BadConfig: it cannot.
+        """
+        model = self.model(params)
+        if not isinstance(model, LayeredDecoder):
+            raise BadConfig(
+                f"{type(model).__name__} cannot be run in parts; give it embed, layers and head, "
+                "see kvrt.LayeredDecoder"
+            )
+        return model
 
     def outer(self, params: tuple) -> KindedDecoder:
         """A model that can embed tokens and give logits: of its parameters outside of layers."""

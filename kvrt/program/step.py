@@ -24,7 +24,7 @@ from kvrt.attention.scored.step import ScoredStep, scored_step
 from kvrt.attention.select import labels as label_arrays
 from kvrt.attention.select.labels import LabelArray, LabelPlan, StoreLabels
 from kvrt.attention.step_attention import StepAttention, step_attention
-from kvrt.cells import Cells, lengthened, owner_bits, place, vacate
+from kvrt.cells import Cells, owner_bits, place, vacate
 from kvrt.cells import create as create_cells
 from kvrt.config import CacheConfig
 from kvrt.errors import BadConfig
@@ -121,15 +121,8 @@ def allocate(spec: StepSpec, make: Callable[[Callable[[], Cache]], Cache]) -> Ca
     Raises:
       BadConfig: memory is lacking for it.
     """
-
-    def created() -> Cache:
-        cache = create(spec)
-        both = zip(cache.cells, spec.layout.stores, strict=True)
-        cells = tuple(lengthened(cells, store.extent.n_slots) for cells, store in both)
-        return dataclasses.replace(cache, cells=cells)
-
     try:
-        return make(created)
+        return make(lambda: create(spec))
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and _NO_MEMORY not in str(error):
             raise
@@ -142,12 +135,12 @@ def allocate(spec: StepSpec, make: Callable[[Callable[[], Cache]], Cache]) -> Ca
 
 
 def create(spec: StepSpec) -> Cache:
-    """An empty cache: zeroed keys, values and states, empty cells."""
+    """An empty cache: zeroed keys, values and states, an empty cell for every slot."""
     layout, n_seq_max = spec.layout, spec.config.n_seq_max
     plan = _label_plan(spec)
     return Cache(
         stores=tuple(kv_store.create(s) for s in layout.stores),
-        cells=tuple(on_device(create_cells(s.extent.n_cells, n_seq_max)) for s in layout.stores),
+        cells=tuple(on_device(create_cells(s.extent.n_slots, n_seq_max)) for s in layout.stores),
         states=recurrent.create(layout.recurrent, layout.n_states) if layout.recurrent else None,
         labels=plan and plan.create(layout.stores),
         nan_scores=jnp.zeros((), jnp.int32) if layout.scored else None,
@@ -184,6 +177,14 @@ def step(
     return result, after
 
 
+def in_place(
+    run: Callable[[Array, StepAttention], Result], cache: Cache, batch: Batch, spec: StepSpec
+) -> tuple[Result, Cache]:
+    """As `step`, of tokens whose old entries are in its slots, and are seen by none."""
+    cells = emptied(cache.cells, batch, spec)
+    return step(run, dataclasses.replace(cache, cells=cells), batch, spec)
+
+
 def step_tokens(batch: Batch, spec: StepSpec) -> Int32[Array, " T"]:
     """The tokens of a batch, whole on each device of a mesh."""
     tokens = jnp.asarray(batch.tokens)
@@ -196,6 +197,14 @@ def vacated(cells: Sequence[Cells], batch: Batch, spec: StepSpec) -> tuple[Cells
     for i, places in zip(layout.store_of, batch.places, strict=True):
         if places.fresh is not None:
             found[i] = vacate(found[i], places.fresh, layout.stores[i].extent.block_size)
+    return tuple(found)
+
+
+def emptied(cells: Sequence[Cells], batch: Batch, spec: StepSpec) -> tuple[Cells, ...]:
+    """Cells without what is in the slots of a batch."""
+    found = list(cells)
+    for i, places in zip(spec.layout.store_of, batch.places, strict=True):
+        found[i] = vacate(found[i], jnp.asarray(places.slots), 1)
     return tuple(found)
 
 
@@ -342,9 +351,6 @@ def _after(done: Float[Array, "..."], slots: Int32[AnyArray, " T"]) -> Int32[Arr
 
 def on_device(cells: Cells) -> Cells:
     """A copy of host cells on the default device."""
-    return Cells(
-        # jnp.array copies: donating an alias would let a step write into the host's cells.
-        pos=jnp.array(cells.pos),
-        delta=jnp.array(cells.delta),
-        seqs=jnp.array(cells.seqs),
-    )
+    # np.array copies: donating an alias would let a step write into the host's cells. Unlike
+    # jnp.array, device_put compiles nothing.
+    return jax.device_put(jax.tree.map(np.array, cells))

@@ -24,7 +24,7 @@ from kvrt.config import GroupSpec
 from kvrt.errors import BadConfig, BadRange, BadSequence, CannotRewind, UsageError
 from kvrt.kv_types import CHANNEL_CODECS
 from kvrt.program.batch import Batch, bucket, some_outputs, to_batch
-from kvrt.program.layer_range import LayerRange, in_parts
+from kvrt.program.layer_range import LayerRange
 from kvrt.reuse.blend import BlendSpec, hidden_ratio, to_recompute
 from kvrt.reuse.diff import common_prefix
 from kvrt.runtime.chunks.chunk import CachedChunk, StoredChunk
@@ -283,7 +283,7 @@ def _check_cache(cache: CellCache) -> None:
             "replaced alone; use a KV dtype by token"
         )
     programs = cache.device.programs
-    in_parts(programs.kind.model(programs.params))
+    programs.kind.in_parts(programs.params)
 
 
 def check_spec(n_chunks: int, n_layers: int, spec: BlendSpec) -> None:

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kvrt.arrays import Array, Float
@@ -155,9 +154,12 @@ def _kept(spec: SlotSpec, prompt: tuple, repeated: tuple, whole: Runtime) -> tup
     slots, scores = _one(spec, prompt), _one(spec, repeated).sums
     n = int(slots.filled)
     full = resized(dataclasses.replace(slots, sums=scores), max(n, spec.n_kept))
-    after, n_nan = evict(spec, jax.tree.map(jnp.asarray, full))
+    after, n_nan = _evict(spec, full)
     whole.programs.nan_scores.add(int(n_nan))
     return tuple(np.asarray(x)[None] for x in jax.tree.leaves(after))
+
+
+_evict = jax.jit(evict, static_argnums=0)
 
 
 def _with_few_slots(snapshot: Snapshot, whole: Layout, few: Layout, to: Runtime) -> Snapshot:

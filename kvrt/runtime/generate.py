@@ -149,8 +149,10 @@ def prepare(
     def later(begin: Callable[[Program], Any]) -> None:
         if asked and sampler and (asked.n_predict is None or asked.n_predict > n_first):
             device.begin_decode(begin, asked._loop, sampler)
-            if asked.speculation is not None:
-                begin(_round_program(device, asked.speculation, asked, sampler))
+            if spec := asked.speculation:
+                how = RoundSpec(n_best=asked.n_best, exit_layer=spec.exit_layer)
+                step = device.empty_round(spec.n_draft + 1, asked.stop_ids, sampler)
+                device.begin_round(begin, step, how)
 
     device.programs.compile_all(now, later, progress)
 
@@ -160,15 +162,6 @@ def _check(device: Device, spec: Speculation) -> None:
     checks.drafts(spec, device.spec.config, device.layout.groups, device.n_vocab)
     if spec.exit_layer is not None:
         layer_skip.check_exit(device.programs, spec.exit_layer)
-
-
-def _round_program(
-    device: Device, spec: Speculation, asked: GenerationSpec, sampler: sample.Sampler
-) -> Program:
-    """The program of rounds of drafts."""
-    step = device.empty_round(spec.n_draft + 1, asked.stop_ids, sampler)
-    how = RoundSpec(n_best=asked.n_best, exit_layer=spec.exit_layer)
-    return layer_skip.round_program(device.programs, device.cache, step, how)
 
 
 def _run(

@@ -8,18 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvrt.arrays import Array, Float
-from kvrt.attention.scored.tapped import TappedAttend
-from kvrt.attention.step_attention import StepAttention
-from kvrt.attention.types import AttendArgs, TokenQKV
+from kvrt.attention.types import AttendArgs
 from kvrt.cells.slots import Places
 from kvrt.config import CacheConfig
 from kvrt.errors import BadConfig
 from kvrt.files import kinds, small_json
 from kvrt.program import step
 from kvrt.program.batch import Batch
+from kvrt.program.device import dispatched
+from kvrt.program.layers.by_layer import StepByLayer
+from kvrt.program.layers.taps import look
 from kvrt.program.layout import Layout, cell_layout
-from kvrt.program.programs import ModelKind, Program, Programs
-from kvrt.program.step import Cache, StepSpec
+from kvrt.program.programs import Programs
+from kvrt.program.step import StepSpec
 from kvrt.select_spec import Channels
 
 _KIND = "kvrt heavy channels, 1"
@@ -58,9 +59,12 @@ def heavy_channels(
     layout = cell_layout(model.groups, model.recurrent, config)
     spec = StepSpec(config, layout)
     programs = Programs(model, spec)
+    by_layer = dispatched(model, config, is_divided=False)[0] == "by_layer"
+    layers = StepByLayer(programs) if by_layer else None
     totals: dict[int, np.ndarray] = {}
     for text in texts:
-        found = programs.run(_program(programs, spec, layout, np.asarray(text, np.int32)))
+        batch = _batch(layout, np.asarray(text, np.int32))
+        found = look(programs, layers, step.create(spec), batch, products)
         for layer, sums in found.items():
             # sync: a few numbers a piece of text.
             totals[layer] = totals.get(layer, 0) + np.asarray(sums, np.float64)
@@ -70,8 +74,9 @@ def heavy_channels(
     ), programs.weights_digest
 
 
-def _products(qkv: TokenQKV) -> Float[Array, "H D"]:
+def products(args: AttendArgs) -> Float[Array, "H D"]:
     """Sums of |q * k| of tokens, both rotated, by channel."""
+    qkv = args[0]
     n_tokens, n_heads, d = qkv.k.shape
     by_head = jnp.sum(jnp.abs(qkv.q).reshape(n_tokens, n_heads, -1, d), axis=2)
     return jnp.sum(by_head * jnp.abs(qkv.k), axis=0, dtype=jnp.float32)
@@ -82,7 +87,8 @@ def _greatest(sums: np.ndarray, n: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(map(int, head))) for head in order)
 
 
-def _program(programs: Programs, spec: StepSpec, layout: Layout, tokens: np.ndarray) -> Program:
+def _batch(layout: Layout, tokens: np.ndarray) -> Batch:
+    """A step of a text that nothing comes before."""
     n = len(tokens)
     slots = np.arange(n, dtype=np.int32)
     places = tuple(
@@ -93,7 +99,7 @@ def _program(programs: Programs, spec: StepSpec, layout: Layout, tokens: np.ndar
         )
         for s in (layout.stores[i] for i in layout.store_of)
     )
-    batch = Batch(
+    return Batch(
         tokens=tokens,
         pos=slots,
         seq_ids=np.zeros(n, np.int32),
@@ -101,24 +107,6 @@ def _program(programs: Programs, spec: StepSpec, layout: Layout, tokens: np.ndar
         states=None,
         out_ids=slots[:1],
     )
-
-    return Program(channels, (programs.kind,), (programs.params, step.create(spec), batch))
-
-
-def channels(
-    kind: ModelKind, params: tuple, cache: Cache, batch: Batch
-) -> dict[int, Float[Array, "H D"]]:
-    """By layer the sums of |q * k| of a text's tokens."""
-    model, sums = kind.model(params), {}
-
-    def tapped(tokens: Array, attend: StepAttention) -> Array:
-        def see(layer: int, args: AttendArgs) -> None:
-            sums[layer] = _products(args[0])
-
-        return model(tokens, TappedAttend(attend, see), batch.out_ids)
-
-    step.step(tapped, cache, batch, kind.spec)
-    return sums
 
 
 def write_channels(path: str, channels: Channels, weights: str) -> None:

@@ -7,23 +7,18 @@ once more, in a program of its own, to see which cells they attend to; nothing i
 
 import dataclasses
 
-import jax.numpy as jnp
 import numpy as np
 
-from kvrt.arrays import Array, Float, Int32
-from kvrt.attention.scored.tapped import TappedAttend, cell_sums
-from kvrt.attention.step_attention import StepAttention
-from kvrt.attention.types import AttendArgs
+from kvrt.arrays import Float, Int32
+from kvrt.attention.scored.tapped import cell_sums
 from kvrt.cache.cell_cache import CellCache
 from kvrt.cellcache import history
 from kvrt.cells.edits import Remove
 from kvrt.cells.slots import StepTokens
 from kvrt.errors import BadConfig, BadRange, CannotRewind, UsageError
 from kvrt.kv_types import CHANNEL_CODECS
-from kvrt.program.batch import Batch, bucket, some_outputs, to_batch
-from kvrt.program.layer_range import in_place
-from kvrt.program.programs import ModelKind, Program
-from kvrt.program.step import Cache
+from kvrt.program.batch import bucket, some_outputs, to_batch
+from kvrt.program.layers.taps import look
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,25 +110,10 @@ def _scores(
     mine, size = np.full(len(at), seq_id, np.int32), bucket(len(at), cache.config.n_ubatch)
     step = StepTokens(tokens=ids[at], pos=pos[at], seq_ids=mine, size=size)
     where = host.places(step, [of[at] for of in slots])
-    batch = to_batch(step, where, some_outputs([], size))
-    programs = cache.device.programs
-    # sync: the host chooses.
-    args = programs.params, cache.device.cache, batch
-    found = programs.run(Program(whole_cells, (programs.kind,), args, n_known=2))
-    given = [np.asarray(x, np.float64)[of] for of, x in zip(slots, found, strict=True) if x.ndim]
-    return np.sum(given, axis=0)
-
-
-def whole_cells(kind: ModelKind, params: tuple, cache: Cache, batch: Batch) -> tuple[Array, ...]:
-    """By group what a batch gives each cell, summed over layers and heads."""
-    model, sums = kind.model(params), dict[int, Array]()
-
-    def tapped(tokens: Array, attend: StepAttention) -> Array:
-        def see(layer: int, args: AttendArgs) -> None:
-            sums[layer] = cell_sums(args)
-
-        return model(tokens, TappedAttend(attend, see), batch.out_ids)
-
-    in_place(tapped, cache, batch, kind.spec)
-    none, groups = jnp.zeros(()), kind.spec.layout.groups
-    return tuple(sum((sums[i] for i in g.layers if i in sums), none) for g in groups)
+    batch, device = to_batch(step, where, some_outputs([], size)), cache.device
+    found = look(device.programs, device.by_layer, device.cache, batch, cell_sums)
+    given = np.zeros(len(pos))
+    for group, of in zip(device.layout.groups, slots, strict=True):
+        if sums := [found[i] for i in group.layers if i in found]:
+            given += np.asarray(sum(sums), np.float64)[of]  # sync: the host chooses.
+    return given

@@ -63,17 +63,17 @@ class Block(nnx.Module, pytree=False):
         self.laurel = LowRankResidual(spec, weights, at) if spec.laurel_rank else None
         self.altup = AlternatingUpdate(spec, altup, weights, at) if altup else None
 
-    def __call__(self, x: Float[Array, "T E"], attend: Attend) -> Float[Array, "T E"]:
-        """The residual stream after this layer, which has the layers' inputs behind it."""
+    def __call__(
+        self, x: Float[Array, "T E"], attend: Attend, given: Float[Array, "T W"] | None = None
+    ) -> Float[Array, "T E"]:
+        """The residual stream after this layer, which some families give an input of its own."""
         if self.given is None:
             return self._out(self._stream(x, attend))
-        x, rest = jnp.split(x, [self.spec.n_stream], axis=1)
-        if self.altup is None:
-            x = self._stream(x, attend)
-            x = self._out(x + self.given(x, rest, self.layer))
-        else:
-            x = self._streams(self.altup, self.given, x, (rest, attend))
-        return jnp.concatenate([x, rest], axis=1)
+        assert given is not None
+        if self.altup is not None:
+            return self._streams(self.altup, self.given, x, (given, attend))
+        x = self._stream(x, attend)
+        return self._out(x + self.given(x, given))
 
     def _streams(
         self, altup: AlternatingUpdate, gate: LayerGate, x: Array, rest: tuple[Array, Attend]
@@ -81,7 +81,7 @@ class Block(nnx.Module, pytree=False):
         """All streams after this layer, which computes one of them."""
         predicted = altup.predict(x)
         corrected = altup.correct(predicted, self._stream(predicted[altup.of.active], rest[1]))
-        share = gate(altup.gate_input(corrected), rest[0], self.layer)
+        share = gate(altup.gate_input(corrected), rest[0])
         first, *others = corrected
         return jnp.concatenate([first, *(other + share for other in others)], axis=1)
 
@@ -210,14 +210,13 @@ class Decoder(nnx.Module, pytree=False):
 
     def _kind(self, layer: int) -> Hashable:
         spec = self.spec
-        if spec.layer_inputs:
-            return layer  # which of the inputs are a layer's own follows from its index
         has_experts = spec.experts is not None and layer in spec.experts.layers
         if spec.is_recurrent(layer):
             return "recurrent", has_experts
         group, is_producer = spec.groups.index(spec.group_of(layer)), layer in spec.producers
         reads = spec.reads(layer), layer in spec.v_of_k
-        return group, spec.n_heads_of(layer), is_producer, reads, has_experts
+        cutoff = spec.ffn_cutoffs[layer] if spec.ffn_cutoffs else None
+        return group, spec.n_heads_of(layer), is_producer, reads, has_experts, cutoff
 
     def shardings(self) -> dict[ParamPath, PartitionSpec]:
         """How a mesh divides the weights; see `kvrt.attention.contract.ShardedDecoder`."""
@@ -247,10 +246,22 @@ class Decoder(nnx.Module, pytree=False):
         return jnp.concatenate([streams, self.of_layers(x, tokens)], axis=1)
 
     def layers(self, x: Float[Array, "T E"], attend: Attend, first: int, last: int) -> Array:
-        """The residual stream after layers [first, last)."""
-        for block in list(self.blocks)[first:last]:
-            x = block(x, attend)
-        return x
+        """The residual stream after layers [first, last).
+
+        What layers are given lies behind it, that of the next layer first, so that their programs
+        do not follow from how many came before; what was used goes to the end.
+        """
+        blocks = list(self.blocks)[first:last]
+        if self.of_layers is None:
+            for block in blocks:
+                x = block(x, attend)
+            return x
+        x, inputs = jnp.split(x, [self.spec.n_stream], axis=1)
+        width = self.of_layers.width
+        for i, block in enumerate(blocks):
+            x = block(x, attend, inputs[:, i * width : (i + 1) * width])
+        used = len(blocks) * width
+        return jnp.concatenate([x, inputs[:, used:], inputs[:, :used]], axis=1)
 
     def head(self, x: Float[Array, "R E"]) -> Float[Array, "R V"]:
         """Logits of vectors of the residual stream."""

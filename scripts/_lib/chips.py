@@ -109,19 +109,14 @@ def gpu_device(name: str) -> Any:
     return slice_.devices[0]
 
 
-def lowered_for(device: Any, run: jax.stages.Wrapped, args: tuple) -> jax.stages.Lowered:
-    """A jitted function lowered for a GPU that is not there; `compile` makes machine code of it.
+def shapes_on(device: Any, args: tuple) -> tuple:
+    """Shapes of arguments that lie on a GPU of `gpu_device`.
 
-    Args:
-      device: of `gpu_device`.
-      run: the jitted function.
-      args: its arguments, or their shapes.
+    Kernels look for the capability that they are made for at `jax.default_device`, so programs are
+    traced and lowered under it.
     """
     where = jax.sharding.SingleDeviceSharding(device)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), args)
-    # Where kernels look for the capability that they are made for.
-    with jax.default_device(device):
-        return run.lower(*shapes)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), args)
 
 
 def occupancy(gpu: Gpu, registers: int, shared_bytes: int, n_warps: int) -> int:

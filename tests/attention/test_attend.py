@@ -29,17 +29,15 @@ def draw(rng, n_tokens, groups, dtype=np.float32):
     used = rng.random(N * B) < 0.7
     pos[used] = rng.integers(0, 12, used.sum())
     seqs[used, 0] = rng.integers(1, 4, used.sum())
-    rows = [jnp.asarray(rng.standard_normal(s), dtype) for s in ((N, H, D, B), (N, H, B, D))]
-    q, k, v = (
-        jnp.asarray(rng.standard_normal((n_tokens, h, D)), jnp.float32) for h in (H * groups, H, H)
-    )
+    rows = [rng.standard_normal(s).astype(dtype) for s in ((N, H, D, B), (N, H, B, D))]
+    q, k, v = (rng.standard_normal((n_tokens, h, D)).astype(np.float32) for h in (H * groups, H, H))
     view = BlockView(
-        pos=jnp.asarray(rng.integers(6, 14, n_tokens), jnp.int32),
-        bits=jnp.asarray(rng.integers(1, 3, (n_tokens, 1)), jnp.uint32),
-        blocks=jnp.asarray(rng.permutation(N), jnp.int32),
-        n_blocks=jnp.int32(rng.integers(0, N + 1)),
-        cell_pos=jnp.asarray(pos.reshape(N, B)),
-        cell_seqs=jnp.asarray(seqs.reshape(N, B, 1)),
+        pos=rng.integers(6, 14, n_tokens, np.int32),
+        bits=rng.integers(1, 3, (n_tokens, 1), np.uint32),
+        blocks=rng.permutation(N).astype(np.int32),
+        n_blocks=np.int32(rng.integers(0, N + 1)),
+        cell_pos=pos.reshape(N, B),
+        cell_seqs=seqs.reshape(N, B, 1),
     )
     return q, k, v, *rows, view
 
@@ -66,7 +64,6 @@ def sees(mask, k_pos, q_pos):
 def by_hand(q, k, v, k_rows, v_rows, view, group, sinks):
     """One query, one head and one cell at a time, in float64."""
     q, k, v, k_rows, v_rows = (np.asarray(x, np.float64) for x in (q, k, v, k_rows, v_rows))
-    view = jax.tree.map(np.asarray, view)
     listed = view.blocks[: int(view.n_blocks)]
     out, lse = np.zeros(q.shape), np.zeros(q.shape[:2])
     for t, h in np.ndindex(*q.shape[:2]):
@@ -126,7 +123,7 @@ def test_equals_a_double_loop(implementation, mask, form):
     for seed in range(6):
         rng = np.random.default_rng(seed)
         arrays = draw(rng, form["n_tokens"], form["groups"])
-        sinks = jnp.asarray(rng.standard_normal(H * form["groups"]), jnp.float32)
+        sinks = rng.standard_normal(H * form["groups"]).astype(np.float32)
         sinks = sinks if form["with_sinks"] else None
         out, lse = attend(*arrays, group, sinks=sinks, implementation=implementation)
         expected = by_hand(*arrays, group, sinks)
@@ -147,8 +144,8 @@ def test_a_row_that_nobody_sees_never_matters(implementation):
             shared = int(view.cell_seqs[b, c, 0]) & int(view.bits[t, 0])
             seen[b, c] |= bool(shared) and int(view.cell_pos[b, c]) <= int(view.pos[t])
     assert not seen.all()
-    k_bad = jnp.where(jnp.asarray(seen)[:, None, None, :], k_rows, jnp.nan)
-    v_bad = jnp.where(jnp.asarray(seen)[:, None, :, None], v_rows, jnp.nan)
+    k_bad = np.where(seen[:, None, None, :], k_rows, np.float32(np.nan))
+    v_bad = np.where(seen[:, None, :, None], v_rows, np.float32(np.nan))
     out, _ = attend(q, k, v, k_bad, v_bad, view, FULL, implementation=implementation)
     np.testing.assert_array_equal(out, clean)
 
@@ -156,15 +153,7 @@ def test_a_row_that_nobody_sees_never_matters(implementation):
 @pytest.mark.parametrize("implementation", ["chunked", "reference"])
 def test_a_query_that_sees_nothing_gives_zero(implementation):
     q, k, v, k_rows, v_rows, view = draw(np.random.default_rng(2), 3, 1)
-    view = jax.tree.map(lambda x: x, view)
-    view = BlockView(
-        pos=view.pos.at[1].set(-1),
-        bits=view.bits.at[1].set(0),
-        blocks=view.blocks,
-        n_blocks=view.n_blocks,
-        cell_pos=view.cell_pos,
-        cell_seqs=view.cell_seqs,
-    )
+    view.pos[1], view.bits[1] = -1, 0
     out, lse = attend(q, k, v, k_rows, v_rows, view, FULL, implementation=implementation)
     np.testing.assert_array_equal(out[1], 0)
     assert np.all(np.asarray(lse[1]) == softmax.MASKED)
@@ -174,7 +163,7 @@ def test_a_query_that_sees_nothing_gives_zero(implementation):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_rows_are_read_as_they_are(dtype):
     q, k, v, k_rows, v_rows, view = draw(np.random.default_rng(3), 3, 2, dtype)
-    exact = attend(q, k, v, k_rows.astype(jnp.float32), v_rows.astype(jnp.float32), view, FULL)
+    exact = attend(q, k, v, k_rows.astype(np.float32), v_rows.astype(np.float32), view, FULL)
     half = attend(q, k, v, k_rows, v_rows, view, FULL)
     np.testing.assert_allclose(half[0], exact[0], atol=1e-6)
 
@@ -218,32 +207,33 @@ def test_an_unknown_implementation_is_refused():
 )
 def test_rows_see_what_each_sees_alone(monkeypatch, implementation, mask, tile):
     monkeypatch.setattr(xla, "TILE", tile)
-    jax.clear_caches()
     group = GroupSpec(layers=(0,), n_kv_heads=H, head_dim=D, rope=None, mask=mask, soft_cap=3.0)
     rng = np.random.default_rng(tile)
     q, k, v, k_rows, v_rows, view = draw(rng, 4, 3)
-    sinks = jnp.asarray(rng.standard_normal(H * 3), jnp.float32)
+    sinks = rng.standard_normal(H * 3).astype(np.float32)
     tables = np.stack([rng.permutation(N) for _ in range(4)]).astype(np.int32)
     n_blocks = np.array([0, 2, N, 3], np.int32)
+    view.pos[3], view.bits[3] = -1, 0
     sight = SeqView(
-        pos=view.pos.at[3].set(-1),
-        bits=view.bits.at[3].set(0),
-        blocks=jnp.asarray(tables),
-        n_blocks=jnp.asarray(n_blocks),
+        pos=view.pos,
+        bits=view.bits,
+        blocks=tables,
+        n_blocks=n_blocks,
         cell_pos=view.cell_pos,
         cell_seqs=view.cell_seqs,
     )
-    found = attend(
-        q, k, v, k_rows, v_rows, sight, group, sinks=sinks, implementation=implementation
-    )
+    how = LayerAttention(group=group, sinks=sinks, implementation=implementation)
+    tokens, cached = TokenQKV(q=q, k=k, v=v), LayerKV(k=k_rows, v=v_rows)
+    # A program of its own: the size of tiles is no argument.
+    found = jax.jit(lambda *args: attention.attend(*args))(tokens, cached, sight, how)
     assert np.isfinite(found[0]).all()
     for i in range(3):
         alone = dataclasses.replace(
             view,
             pos=view.pos[i : i + 1],
             bits=view.bits[i : i + 1],
-            blocks=jnp.asarray(tables[i]),
-            n_blocks=jnp.asarray(n_blocks[i]),
+            blocks=tables[i],
+            n_blocks=n_blocks[i],
         )
         at = slice(i, i + 1)
         wanted = by_hand(q[at], k[at], v[at], k_rows, v_rows, alone, group, sinks)

@@ -23,26 +23,24 @@ def drawn(seed=0):
     rng = np.random.default_rng(seed)
     own = [rng.standard_normal((T, h, D)).astype(np.float32) for h in (2 * H, H, H)]
     old = [rng.standard_normal((N * B, H, D)).astype(np.float32) for _ in range(2)]
-    return *map(jnp.asarray, own), *map(jnp.asarray, old)
+    return *own, *old
 
 
 def cells(released=()):
     pos = np.arange(N * B, dtype=np.int32)
     pos[list(released)] = -1
-    return jnp.asarray(pos.reshape(N, B)), jnp.asarray(
-        (pos >= 0).astype(np.uint32).reshape(N, B, 1)
-    )
+    return pos.reshape(N, B), (pos >= 0).astype(np.uint32).reshape(N, B, 1)
 
 
 def views(released=()):
     cell_pos, cell_seqs = cells(released)
-    pos, bits = jnp.arange(N * B, N * B + T, dtype=jnp.int32), jnp.ones((T, 1), jnp.uint32)
+    pos, bits = np.arange(N * B, N * B + T, dtype=np.int32), np.ones((T, 1), np.uint32)
     both = dict(pos=pos, bits=bits, cell_pos=cell_pos, cell_seqs=cell_seqs)
-    blocks = jnp.arange(N, dtype=jnp.int32)[::-1]
-    table = jnp.tile(blocks[None], (T, 1))
+    blocks = np.arange(N, dtype=np.int32)[::-1]
+    table = np.tile(blocks[None], (T, 1))
     return {
-        "list": BlockView(**both, blocks=blocks, n_blocks=jnp.int32(N)),
-        "rows": SeqView(**both, blocks=table, n_blocks=jnp.full(T, N, jnp.int32)),
+        "list": BlockView(**both, blocks=blocks, n_blocks=np.int32(N)),
+        "rows": SeqView(**both, blocks=table, n_blocks=np.full(T, N, np.int32)),
     }
 
 
@@ -100,7 +98,7 @@ def test_released_rows_never_leak(kind, which):
         )
         x = np.array(x)
         x[tuple(index)] = bad
-        return jnp.asarray(x)
+        return x
 
     dirty = kv_store.KVStore(
         k=jax.tree.map(lambda x: spoilt(x, 3), clean.k),
@@ -148,12 +146,12 @@ def stepped(kinds, on, q, k, v, old):
     view = views()["list"]
     nothing = dataclasses.replace(
         view,
-        pos=jnp.arange(N * B, dtype=jnp.int32),
-        bits=jnp.ones((N * B, 1), jnp.uint32),
-        n_blocks=jnp.int32(0),
+        pos=np.arange(N * B, dtype=np.int32),
+        bits=np.ones((N * B, 1), np.uint32),
+        n_blocks=np.int32(0),
     )
     first = step_attention([empty], [[nothing]], [spec], config, {}, None)
-    first(0, jnp.repeat(old[0], 2, axis=1), *old)
+    first(0, np.repeat(old[0], 2, axis=1), *old)
     slots = np.arange(N * B, dtype=np.int32)
     store = kv_store.write_kv(empty, slots, [first.k_new[0]], [first.v_new[0]])
     step = step_attention([store], [[view]], [spec], config, {}, None)

@@ -78,24 +78,20 @@ class Case:
 
     def view(self):
         rest = {
-            "cell_pos": jnp.asarray(self.pos.reshape(-1, self.b)),
-            "cell_seqs": jnp.asarray(self.seqs.reshape(-1, self.b, 1)),
-            "bits": jnp.ones((len(self.q), 1), jnp.uint32),
-            "pos": jnp.asarray(self.q_pos),
+            "cell_pos": self.pos.reshape(-1, self.b),
+            "cell_seqs": self.seqs.reshape(-1, self.b, 1),
+            "bits": np.ones((len(self.q), 1), np.uint32),
+            "pos": self.q_pos,
         }
-        ids = jnp.arange(self.n_blocks, dtype=jnp.int32)[::-1]
+        ids = np.arange(self.n_blocks, dtype=np.int32)[::-1]
         if len(self.q) == 1:
-            return BlockView(blocks=ids, n_blocks=jnp.int32(self.n_blocks), **rest)
+            return BlockView(blocks=ids, n_blocks=np.int32(self.n_blocks), **rest)
         n = len(self.q)
-        lists = jnp.tile(ids, (n, 1))
-        return SeqView(blocks=lists, n_blocks=jnp.full(n, self.n_blocks, jnp.int32), **rest)
+        lists = np.tile(ids, (n, 1))
+        return SeqView(blocks=lists, n_blocks=np.full(n, self.n_blocks, np.int32), **rest)
 
     def args(self):
-        qkv = TokenQKV(
-            q=jnp.asarray(self.q),
-            k=jnp.asarray(self.own_k),
-            v=jnp.asarray(self.own_v),
-        )
+        qkv = TokenQKV(q=self.q, k=self.own_k, v=self.own_v)
         kv = LayerKV(k=self.kv.k[0], v=self.kv.v[0])
         return qkv, kv, self.view(), LayerAttention(group=GROUP)
 

@@ -13,6 +13,8 @@ from kvrt.runtime.generate import After
 from tests.oracle import Oracle, rope
 from tests.toys import HybridLm, RowModel, ToyLm, allclose, tables
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 TOY = ToyLm(n_layers=1)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 SEEDED = Sampling(temp=0.9, top_k=30, repeat_penalty=1.3, repeat_last_n=6, seed=7)

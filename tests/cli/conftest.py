@@ -35,13 +35,20 @@ def tiny(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory) -> Path:
-    """One cache folder for all tests and workers, so that each program is compiled once."""
+def cache(request, tmp_path_factory) -> Path:
+    """One cache folder for all tests and workers, so that each program is compiled once.
+
+    With --programs it lies there, and the next run finds them too. JAX's key of a program does not
+    say whether it was optimised.
+    """
     folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if programs := request.config.getoption("--programs"):
+        kind = "as-shipped" if request.config.getoption("--as-shipped") else "quick"
+        folder = Path(programs).absolute() / f"commands-{kind}"
+    elif "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
     folder = folder / "kvrt-cache"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
 
 

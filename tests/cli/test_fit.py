@@ -20,6 +20,8 @@ from kvrt.serving.engine import Engine
 from kvrt.serving.scheduling.step_plan import Rules
 from kvrt_models import load
 
+pytestmark = pytest.mark.usefixtures("zeros_of_numpy")
+
 
 @pytest.fixture
 def fit(kvrt, tiny):
@@ -34,7 +36,10 @@ def said(done, code=0):
 
 def allocated(path, config, dtype, policy=None):
     """Bytes of everything that a runtime of this model holds."""
-    runtime = Runtime(load.load(path, dtype=dtype).decoder, config, policy=policy)
+    return bytes_of(Runtime(load.load(path, dtype=dtype).decoder, config, policy=policy))
+
+
+def bytes_of(runtime):
     cells = [jax.tree.leaves(runtime.cache.cells), jax.tree.leaves(runtime.group_cells)]
     weights = sum(x.nbytes for x in runtime.programs.params)
     return weights + runtime.stats().cache_bytes + sum(x.nbytes for part in cells for x in part)
@@ -277,12 +282,14 @@ def test_sizes_for_people(n_bytes, text):
 @pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
 def test_real_models(capfd, name):
     """In the cache folder that all commands use, for the model is fetched once."""
+    decoder = load.load(name, dtype="bf16").decoder
     for n_ctx, kind in (("4096", "f32"), ("1000", "q8_0")):
         words = ["-c", n_ctx, "--n_seq_max", "2", "--cache_type_k", kind, "--dtype", "bf16"]
         words += ["--cache_type_v", "f32"]
         assert main(["fit", "-m", name, "--json", *words]) == 0
         found = json.loads(capfd.readouterr().out.splitlines()[-1])
-        n_bytes = allocated(name, CacheConfig(n_ctx=int(n_ctx), n_seq_max=2, type_k=kind), "bf16")
+        config = CacheConfig(n_ctx=int(n_ctx), n_seq_max=2, type_k=kind)
+        n_bytes = bytes_of(Runtime(decoder, config))
         print(f"{name} -c {n_ctx} {kind}: said {found['n_bytes']:,}, allocated {n_bytes:,}")
         assert found["n_bytes"] == n_bytes
 

@@ -31,10 +31,10 @@ sys.exit(code)
 
 
 @pytest.mark.model
-def test_many_tokens_in_256_cells(tmp_path, budget):
-    n = budget(640, 1000)
+def test_many_tokens_in_128_cells(tmp_path, budget):
+    n = budget(320, 1000)
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "held.json")]
-    command += ["run", "-p", "Once upon a time", "-c", "256"]
+    command += ["run", "-p", "Once upon a time", "-c", "128"]
     command += ["--keep", "4", "-n", str(n), "--ignore_eos"]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=600)
     assert process.returncode == 0, process.stderr.decode()
@@ -45,17 +45,17 @@ def test_many_tokens_in_256_cells(tmp_path, budget):
     # Prefill, first draw, decode and K-shift: the first shift compiles the last of them.
     assert lines[2].startswith("compiled   9 programs")
     assert lines[4].startswith("attention  ")
-    # 255 cells fill up, and half of the 251 that are not kept goes.
-    places = range(252, n, 125)
-    n_shifts, n_dropped = len(places), 125 * len(places)
+    # 127 cells fill up, and half of the 123 that are not kept goes.
+    places = range(124, n, 61)
+    n_shifts, n_dropped = len(places), 61 * len(places)
     upkeep = f"upkeep     {n_shifts} context shifts, {n_dropped} tokens dropped, 0 defrags"
     assert lines[6] == upkeep and n_shifts >= 4
-    said = f"exactness  approximate from token 255 on: {n_dropped} older tokens were dropped"
+    said = f"exactness  approximate from token 127 on: {n_dropped} older tokens were dropped"
     assert lines.pop().startswith(said)
-    assert lines[7:] == [f"           125 of 255 dropped after {x} generated" for x in places]
-    # The first shift comes after 252 tokens. Keys and values of 256 cells in 30 layers are 12 MB,
-    # of one layer 390 KB: not an array is added by the others.
+    assert lines[7:] == [f"           61 of 127 dropped after {x} generated" for x in places]
+    # The first shift comes after 124 tokens. Keys and values of 128 cells in 30 layers are 2.9 MB,
+    # of one layer 98 KB: not an array is added by the others.
     held = json.loads((tmp_path / "held.json").read_text())
     assert len(held) == n
-    assert max(held[300:]) <= max(held[:300]), (max(held[:300]), max(held[300:]))
-    assert max(held) - min(held[1:]) < 390_000, (min(held[1:]), max(held))
+    assert max(held[150:]) <= max(held[:150]), (max(held[:150]), max(held[150:]))
+    assert max(held) - min(held[1:]) < 98_000, (min(held[1:]), max(held))

@@ -27,6 +27,7 @@ AXES = {
     "attention": ("xla", "gpu", "tpu", "sparse"),
     "state": ("plain", "session", "tiers", "prefix", "checkpoints", "chunks", "modules"),
     "decode": ("plain", "fork", "beams", "shared"),
+    "programs": ("by_layer", "whole"),
 }
 # What each value means; docs/support.md has it in front of the tables.
 MEANING = {
@@ -54,6 +55,7 @@ MEANING = {
     "decode": "a request goes on by itself; it is forked while it runs (after a drop where there "
     "is one) and the fork is sampled otherwise; it is a search of two beams; it is forked, and "
     "what both read is read once (`shared_reads`)",
+    "programs": "`CacheConfig.programs`: a step as several programs, here one a layer, or as one",
 }
 
 
@@ -69,6 +71,7 @@ class Cell(NamedTuple):
     attention: str = "xla"
     state: str = "plain"
     decode: str = "plain"
+    programs: str = "by_layer"
     speculation: str = "none"
 
     def __str__(self):

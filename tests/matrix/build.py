@@ -11,6 +11,8 @@ from kvrt.attention import registry
 from kvrt.cache import checks
 from kvrt.policies import SCORED as POLICIES
 from kvrt.policies import AttentionSinks, ContextShift
+from kvrt.program.layers import by_layer
+from kvrt.program.layers.runs import layer_runs
 from kvrt.program.mesh import MeshSpec
 from kvrt.select_spec import DoubleSparsity
 from kvrt.serving.config import EngineConfig
@@ -22,7 +24,7 @@ from tests.matrix import reused
 from tests.matrix.axes import Cell
 from tests.matrix.drafted import speculation_of
 from tests.matrix.plaincache import CHANNELS, N_READ, N_RECENT, N_SINK, RUN, SCORED, SIZES
-from tests.matrix.plainmodel import N_KV, PartedModel, PlainModel
+from tests.matrix.plainmodel import N_KV, PlainModel
 
 ATTENTION = {"xla": "chunked", "gpu": GPU, "tpu": TPU, "sparse": "chunked"}
 
@@ -141,6 +143,7 @@ def config_of(cell: Cell) -> CacheConfig:
         select=select_of(cell),
         self_extend=extend_of(cell),
         defrag_threshold=1.0,
+        programs=cell.programs,
         n_checkpoints=8 if _leaves_checkpoints(cell) else 0,
     )
 
@@ -176,9 +179,18 @@ def kernels_of_here():
         yield
 
 
+def one_layer_a_program():
+    """Runs of layers are of one layer each, where kvrt would take two small ones together."""
+
+    def each(layout, kinds, select, n_each=None):
+        return layer_runs(layout, kinds, select, 1)
+
+    return mock.patch.object(by_layer, "layer_runs", each)
+
+
 @functools.cache
 def model_of(layers: str, state: str = "plain") -> PlainModel:
-    return PartedModel(layers) if state == "chunks" else PlainModel(layers)
+    return PlainModel(layers, has_front=state == "chunks")
 
 
 def build(cell: Cell) -> Any:
@@ -186,7 +198,7 @@ def build(cell: Cell) -> Any:
     mesh = MeshSpec(tensor=2, context=2) if cell.devices == "mesh" else None
     model, config = model_of(cell.layers, cell.state), config_of(cell)
     policy = policy_of(cell) or scored_of(cell)
-    with kernels_of_here():
+    with kernels_of_here(), one_layer_a_program():
         if cell.is_engine:
             made = Engine(model, config, options_of(cell), mesh=mesh, policy=policy)
             if cell.state == "chunks":

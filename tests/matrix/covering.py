@@ -6,7 +6,6 @@ of the best, so that the arrays are the same on every machine.
 
 import functools
 import itertools
-from collections.abc import Iterable
 
 import numpy as np
 
@@ -16,72 +15,83 @@ NAMES = tuple(AXES)
 SHAPE = tuple(map(len, AXES.values()))
 # Pairs of axes.
 PAIRS = tuple(itertools.combinations(range(len(NAMES)), 2))
-
-
-@functools.cache
-def _order() -> np.ndarray:
-    """The cells, by numbers that count the last axis first; those with fewest wishes first."""
-    n_wishes = sum(x > 0 for x in np.indices(SHAPE, np.int8))
-    return np.argsort(np.ravel(n_wishes), kind="stable")
-
-
-@functools.cache
-def _grid():
-    """Indices of every cell's values, [axes, cells], in that order."""
-    return np.stack(np.unravel_index(_order(), SHAPE)).astype(np.int8)
+# Cells that the search looks at before it takes the best of them.
+_AT_ONCE = 1 << 12
 
 
 @functools.cache
 def _cube(rule_id: str) -> np.ndarray:
     """Which cells a rule matches, by the indices of their values."""
     (rule,) = (r for r in RULES if r.id == rule_id)
-    wanted = (np.isin(AXES[x], rule.when.get(x, " ".join(AXES[x])).split()) for x in NAMES)
-    by_axis = np.meshgrid(*wanted, indexing="ij", sparse=True)
-    return np.broadcast_to(functools.reduce(np.logical_and, by_axis), SHAPE)
+    cube = np.ones((1,) * len(NAMES), bool)
+    for axis, values in rule.when.items():
+        along = [-1 if name == axis else 1 for name in NAMES]
+        cube = cube & np.isin(AXES[axis], values.split()).reshape(along)
+    return np.broadcast_to(cube, SHAPE)
 
 
 @functools.cache
-def _matched(rule_id: str) -> np.ndarray:
-    """Which cells a rule matches, in order."""
-    return _cube(rule_id).ravel()[_order()]
+def _n_rules() -> np.ndarray:
+    """How many rules match each cell, by the indices of its values."""
+    counts = np.zeros(SHAPE, np.int8)
+    for rule in RULES:
+        counts += _cube(rule.id)
+    return counts
 
 
-def _any(rules: Iterable[Rule]) -> np.ndarray:
-    """Which cells one of some rules matches."""
-    nothing = np.zeros(_grid().shape[1], bool)
-    return functools.reduce(np.logical_or, (_matched(r.id) for r in rules), nothing)
+def _plain_first(cells: np.ndarray) -> np.ndarray:
+    """Indices of values [axes, cells] of some cells of a cube; those with fewest wishes first."""
+    values = np.stack(np.nonzero(cells)).astype(np.int8)
+    return values[:, np.argsort(np.sum(values > 0, axis=0, dtype=np.int8), kind="stable")]
 
 
-def _cell(i: int) -> Cell:
-    return Cell(*(AXES[name][k] for name, k in zip(NAMES, _grid()[:, i], strict=True)))
+def _cell(values: np.ndarray) -> Cell:
+    return Cell(*(AXES[name][k] for name, k in zip(NAMES, values, strict=True)))
 
 
 @functools.cache
-def free() -> np.ndarray:
-    """Which cells no rule matches: those that have to be equal to their oracle."""
-    return ~_any(RULES)
+def _free() -> np.ndarray:
+    """The cells no rule matches, which have to be equal to their oracle; plain ones first."""
+    return _plain_first(_n_rules() == 0)
+
+
+@functools.cache
+def _forbidden_once() -> np.ndarray:
+    """The cells that one rule matches and no other."""
+    return _plain_first(_n_rules() == 1)
 
 
 @functools.cache
 def pairs() -> tuple[Cell, ...]:
     """Cells that are equal to their oracle and have every pair of values that can be."""
-    index = np.flatnonzero(free())
-    rows = _grid()[:, index]
-    wanted = {}
+    rows, wanted = _free(), {}
     for a, b in PAIRS:
         wanted[a, b] = np.zeros((SHAPE[a], SHAPE[b]), bool)
         wanted[a, b][rows[a], rows[b]] = True
-    gain = sum(x[rows[a], rows[b]].astype(np.int16) for (a, b), x in wanted.items())
+    # Of each cell no fewer new pairs than it has: a number that only falls, counted when it leads.
+    most = np.full(rows.shape[1], len(PAIRS), np.int8)
     chosen = []
-    while gain.any():
-        best = int(np.argmax(gain))
+    while (best := _first_best(most, rows, wanted)) is not None:
         for (a, b), x in wanted.items():
-            values = rows[a, best], rows[b, best]
-            if x[values]:
-                x[values] = False
-                gain -= (rows[a] == values[0]) & (rows[b] == values[1])
-        chosen.append(_cell(index[best]))
+            x[rows[a, best], rows[b, best]] = False
+        chosen.append(_cell(rows[:, best]))
     return tuple(chosen)
+
+
+def _first_best(most: np.ndarray, rows: np.ndarray, wanted: dict) -> int | None:
+    """The first of the cells with most new pairs, whose numbers in `most` are brought up to date.
+
+    None where no cell has a new pair.
+    """
+    while (leading := most.max()) > 0:
+        cells = np.flatnonzero(most == leading)
+        for start in range(0, len(cells), _AT_ONCE):
+            some = cells[start : start + _AT_ONCE]
+            of = rows[:, some].astype(np.intp)
+            most[some] = sum(x[of[a], of[b]].astype(np.int8) for (a, b), x in wanted.items())
+            if (is_best := most[some] == leading).any():
+                return int(some[np.argmax(is_best)])
+    return None
 
 
 @functools.cache
@@ -90,14 +100,13 @@ def witnesses(rule: Rule) -> tuple[Cell, ...]:
 
     None where another rule matches whatever has this combination.
     """
-    alone = _matched(rule.id) & ~_any(r for r in RULES if r is not rule)
-    found = []
+    alone, found = _forbidden_once(), []
     for values in rule.combinations():
-        here = alone.copy()
+        here = np.ones(alone.shape[1], bool)
         for axis, value in values.items():
-            here &= _grid()[NAMES.index(axis)] == AXES[axis].index(value)
+            here &= alone[NAMES.index(axis)] == AXES[axis].index(value)
         if here.any():
-            found.append(_cell(int(np.argmax(here))))
+            found.append(_cell(alone[:, np.argmax(here)]))
     return tuple(found)
 
 
@@ -152,16 +161,15 @@ def reasons(a: str, x: str, b: str, y: str) -> list[Rule]:
 
 def n_free() -> int:
     """Cells that no rule matches."""
-    return int(np.count_nonzero(free()))
+    return _free().shape[1]
 
 
 def free_cell(i: int) -> Cell:
     """One of them, by its number."""
-    return _cell(int(np.flatnonzero(free())[i]))
+    return _cell(_free()[:, i])
 
 
 def n_triples() -> int:
     """Combinations of three values that some free cell has."""
-    there = _grid()[:, free()]
-    by_axes = (there[list(axes)] for axes in itertools.combinations(range(len(NAMES)), 3))
+    by_axes = (_free()[list(axes)] for axes in itertools.combinations(range(len(NAMES)), 3))
     return sum(np.unique(of, axis=1).shape[1] for of in by_axes)

@@ -3,11 +3,12 @@
 Its values are "none", "wrong" (the oracle's own tokens with a mistake at an index that goes round,
 behind the last one as well, so that each is refused somewhere) and "ngram" (prompt lookup). It
 stands beside the pairs of `covering.py`: some cells that have between them every place, policy,
-frame of keys, kind of state and way to decode. Every kind of layer is in
+frame of keys, kind of state, way to decode and of programs. Every kind of layer is in
 tests/runtime/test_speculation.py and tests/serving/test_engine_drafts.py.
 """
 
 import dataclasses
+import functools
 
 from kvrt import PromptLookup, Speculation
 from tests.matrix import plainmodel
@@ -16,22 +17,27 @@ from tests.matrix.plaincache import PlainSeq
 from tests.matrix.tolerance import Different
 
 N_DRAFT = 3
+whole = functools.partial(Cell, programs="whole")
 DRAFTED = (
     Cell(policy="context_shift", layers="shared", state="session", speculation="wrong"),
-    Cell(policy="extend_paper", rope="read", layers="full+recurrent", speculation="wrong"),
+    whole("extend_paper", rope="read", layers="full+recurrent", speculation="wrong"),
     Cell(where="blocks", dtype="int8", layers="full+window", speculation="ngram"),
     Cell(policy="extend_cache", dtype="f16", state="checkpoints", speculation="wrong"),
-    Cell("none", "engine_paged", "read", "int4", "full+window", state="tiers", speculation="wrong"),
+    whole(
+        *("none", "engine_paged", "read", "int4", "full+window"),
+        state="tiers",
+        speculation="wrong",
+    ),
     Cell(
         "none", "engine_cells", dtype="bf16", layers="window", state="prefix", speculation="wrong"
     ),
     Cell(where="engine_paged", dtype="q8_0", decode="shared", speculation="wrong"),
-    Cell("attention_sinks", "engine_cells", decode="fork", speculation="wrong"),
+    whole("attention_sinks", "engine_cells", decode="fork", speculation="wrong"),
     Cell("context_shift", "engine_paged", layers="sink_window", speculation="wrong"),
 )
 ON_MESH = (
     Cell(layers="full+recurrent", devices="mesh", speculation="wrong"),
-    Cell(where="engine_paged", dtype="int8", devices="mesh", speculation="wrong"),
+    whole(where="engine_paged", dtype="int8", devices="mesh", speculation="wrong"),
 )
 # By what is said when the object is made, a cell that is refused.
 NOT_DRAFTED = {

@@ -5,21 +5,24 @@ them every place, policy, frame of keys, KV dtype, state and way to decode that 
 drafts.
 """
 
+import functools
+
 from tests.matrix.axes import Cell
 
+whole = functools.partial(Cell, programs="whole", layers="indexed")
 INDEXED = (
-    Cell("context_shift", "engine_cells", layers="indexed"),
+    whole("context_shift", "engine_cells"),
     Cell("context_shift", dtype="f16", layers="indexed", state="session"),
     Cell("context_shift", layers="indexed", state="checkpoints"),
     Cell("extend_cache", "engine_cells", "read", "int4", "indexed", state="prefix", decode="beams"),
     Cell("attention_sinks", "engine_cells", dtype="bf16", layers="indexed", decode="fork"),
     Cell("attention_sinks", dtype="int8", layers="indexed"),
-    Cell(where="blocks", dtype="q8_0", layers="indexed", state="modules"),
+    whole(where="blocks", dtype="q8_0", state="modules"),
     Cell(rope="read", dtype="int2", layers="indexed"),
     Cell("attention_sinks", "engine_paged", layers="indexed", state="tiers"),
     Cell("context_shift", "engine_paged", dtype="int4", layers="indexed", state="checkpoints"),
     Cell("extend_cache", "engine_paged", "read", layers="indexed", decode="fork"),
-    Cell(where="engine_paged", dtype="int8", layers="indexed", state="prefix", decode="beams"),
+    whole(where="engine_paged", dtype="int8", state="prefix", decode="beams"),
     Cell(where="engine_paged", layers="indexed", state="prefix", speculation="ngram"),
     Cell(where="engine_paged", dtype="bf16", layers="indexed", state="session"),
     Cell(layers="indexed", speculation="ngram"),

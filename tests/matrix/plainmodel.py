@@ -32,6 +32,9 @@ MASKS = {
 }
 DECAY = 0.9
 STATES = {"recurrent": ((3, WIDTH), (WIDTH,)), "delta": deltatoy.shapes(WIDTH, N_HEADS)}
+# Parts of a name that are several layers, and those that read the keys and values of the first.
+LAYERS = {"shared": ("attend", "reversed"), "produced": ("produce", "read", "reversed")}
+READERS = ("read", "reversed")
 
 
 @functools.cache
@@ -87,6 +90,7 @@ def give_index(layer, attend, q, k, v):
 class PlainModel(nnx.Module):
     """A layer for each part of a name, e.g. "full+recurrent"; their outputs are added up.
 
+    Its residual stream is what a token looks up, and behind that the sum so far.
     In "shared" a second layer reads keys and values of the first, with its heads in reverse order.
     In "produced" both read those of a layer that has no queries, and run for wanted tokens alone.
     In "latent" the first head's values are the latent and its keys what is rotated; queries come
@@ -95,27 +99,22 @@ class PlainModel(nnx.Module):
     index queries of the first two.
     """
 
-    def __init__(self, layers):
-        group = GroupSpec(layers=(0,), n_kv_heads=N_KV, head_dim=D, rope=ROPE)
-        masks = masks_of(layers)
-        self.groups = tuple(
-            dataclasses.replace(group, layers=(i,), mask=mask) for i, mask in enumerate(masks)
-        )
-        if shares(layers):
-            readers = ((1, 0),) if layers == "shared" else ((1, 0), (2, 0))
-            self.groups = (dataclasses.replace(group, kv_of=readers),)
-        if is_latent(layers):
-            sizes = {"n_kv_heads": 1, "head_dim": 2 * D, "latent_rank": D, "scale": D**-0.5}
-            self.groups = (dataclasses.replace(group, **sizes),)
+    def __init__(self, layers, has_front=False):
+        """With `has_front` a layer of all positions comes before them."""
+        names = ["full"] * has_front + layers.split("+")
+        groups, parts = [], []
+        for name in names:
+            if name not in STATES:
+                groups.append(group_of(name, len(parts)))
+            parts += LAYERS.get(name, (name if name in STATES else "attend",))
+        self.parts, self.n_layers = tuple(parts), len(parts)
         if layers == "indexed":
-            by = Indexed(n_cells=N_INDEXED, keys_of=((0, 1),))
-            (latents,) = self.groups
-            keys = dataclasses.replace(latents, layers=(1,))
-            self.groups = (dataclasses.replace(latents, indexed=by), keys)
-        self.state = state_of(layers)
-        self.recurrent = self.state and RecurrentSpec(
-            layers=(len(masks),), shapes=STATES[self.state]
-        )
+            last, index = self.n_layers - 1, self.n_layers
+            by = Indexed(n_cells=N_INDEXED, keys_of=((last, index),))
+            groups.append(dataclasses.replace(groups[-1], layers=(index,)))
+            groups[-2] = dataclasses.replace(groups[-2], indexed=by)
+        self.groups, state = tuple(groups), state_of(layers)
+        self.recurrent = state and RecurrentSpec(layers=(parts.index(state),), shapes=STATES[state])
         self.n_vocab = N_VOCAB
         self.q, self.k, self.v, self.mix = (nnx.Param(jnp.asarray(x)) for x in tables())
 
@@ -123,63 +122,11 @@ class PlainModel(nnx.Module):
         return {}
 
     def __call__(self, tokens, attend, out_ids):
-        q, k, v = (x[...][tokens] for x in (self.q, self.k, self.v))
-        flat = q.reshape(tokens.shape[0], -1)
-        if self.groups and self.groups[0].indexed:
-            give_index(0, attend, q, k, v)
-        if self.groups and self.groups[0].latent_rank:
-            q, k = jnp.concatenate([q[:, ::-1], q], 2), jnp.concatenate([v, k], 2)[:, :1]
-            v = None
-        if self.groups and len(self.groups[0].kv_of) == 2:
-            attend.produce(0, k, v)
-            read, q = attend.for_tokens(out_ids), q[out_ids]
-            both = read(1, q, None, None) + read(2, q[:, ::-1], None, None)
-            return both.reshape(q.shape[0], -1)
-        n_attend = 1 if self.groups and self.groups[0].indexed else len(self.groups)
-        out = sum((attend(i, q, k, v).reshape(flat.shape) for i in range(n_attend)), 0.0)
-        if self.groups and self.groups[0].kv_of:
-            out = out + attend(1, q[:, ::-1], None, None).reshape(flat.shape)
-        if self.state == "delta":
-            out = out + deltatoy.recur(attend, len(self.groups), flat, self.mix[...], N_HEADS)
-        if self.state == "recurrent":
-
-            def step(state, row):
-                window, total = state
-                window = jnp.concatenate([window[1:], row[0][None]])
-                total = DECAY * total + jnp.tanh(jnp.sum(window * self.mix[...], axis=0))
-                return (window, total), total
-
-            out = out + attend.recur(len(self.groups), step, (flat,))
-        return out[out_ids]
-
-
-class PartedModel(PlainModel):
-    """The same with a layer of all positions in front, which can be run in parts.
-
-    Its residual stream is what a token looks up, and behind that the sum so far. States are left
-    out: whoever runs parts of a model has refused them.
-    """
-
-    def __init__(self, layers):
-        super().__init__(layers)
-        front = GroupSpec(layers=(0,), n_kv_heads=N_KV, head_dim=D, rope=ROPE)
-        behind = [
-            dataclasses.replace(
-                group,
-                layers=tuple(i + 1 for i in group.layers),
-                kv_of=tuple((i + 1, j + 1) for i, j in group.kv_of),
-                indexed=group.indexed and Indexed(n_cells=N_INDEXED, keys_of=((1, 2),)),
-            )
-            for group in self.groups
-        ]
-        self.groups = (front, *behind)
-        n_index = sum(len(group.indexed.keys_of) for group in self.groups if group.indexed)
-        self.n_layers = sum(len(group.all_layers) for group in self.groups) - n_index
-        if self.recurrent:
-            self.recurrent = dataclasses.replace(self.recurrent, layers=(self.n_layers,))
-
-    def __call__(self, tokens, attend, out_ids):
-        return self.head(self.layers(self.embed(tokens), attend, 0, self.n_layers)[out_ids])
+        last = self.n_layers - 2 if "produce" in self.parts else self.n_layers
+        x = self.layers(self.embed(tokens), attend, 0, last)[out_ids]
+        if last < self.n_layers:
+            x = self.layers(x, attend.for_tokens(out_ids), last, self.n_layers)
+        return self.head(x)
 
     def embed(self, tokens):
         looked_up = [x[...][tokens].reshape(tokens.shape[0], -1) for x in (self.q, self.k, self.v)]
@@ -187,25 +134,58 @@ class PartedModel(PlainModel):
 
     def layers(self, x, attend, first, last):
         for layer in range(first, last):
-            x = x.at[:, -WIDTH:].add(self._layer(layer, x, attend))
+            out = self._layer(layer, x, attend).reshape(x.shape[0], WIDTH)
+            x = jnp.concatenate([x[:, :-WIDTH], x[:, -WIDTH:] + out], axis=1)
         return x
 
     def head(self, x):
         return x[:, -WIDTH:]
 
+    def layer_kinds(self):
+        """Weights are those of the layer with a state; what else differs, groups and states say."""
+        return [
+            (part, ("mix",) if part in STATES else ("none", i)) for i, part in enumerate(self.parts)
+        ]
+
     def _layer(self, layer, x, attend):
-        n, ends = x.shape[0], (WIDTH, WIDTH + N_KV * D, WIDTH + 2 * N_KV * D)
-        q, k, v = (part.reshape(n, -1, D) for part in jnp.split(x, ends, axis=1)[:3])
-        group = next(g for g in self.groups if layer in g.all_layers)
+        part, flat = self.parts[layer], x[:, :WIDTH]
+        if part == "delta":
+            return deltatoy.recur(attend, layer, flat, self.mix[...], N_HEADS)
+        if part == "recurrent":
+            return self._recur(layer, flat, attend)
+        ends = (WIDTH, WIDTH + N_KV * D, WIDTH + 2 * N_KV * D)
+        q, k, v = (y.reshape(x.shape[0], -1, D) for y in jnp.split(x, ends, axis=1)[:3])
+        if part in READERS:
+            return attend(layer, q[:, ::-1] if part == "reversed" else q, None, None)
+        if part == "produce":
+            attend.produce(layer, k, v)
+            return jnp.zeros((x.shape[0], WIDTH))
+        group = next(g for g in self.groups if layer in g.layers)
         if group.indexed:
             give_index(layer, attend, q, k, v)
         if group.latent_rank:
             q, k = jnp.concatenate([q[:, ::-1], q], 2), jnp.concatenate([v, k], 2)[:, :1]
-            return attend(layer, q, k, None).reshape(n, -1)
-        if len(group.kv_of) == 2 and layer in group.layers:
-            attend.produce(layer, k, v)
-            return jnp.zeros((n, WIDTH))
-        if layer in group.layers:
-            return attend(layer, q, k, v).reshape(n, -1)
-        read = q if (layer, layer - 1) in group.kv_of and len(group.kv_of) == 2 else q[:, ::-1]
-        return attend(layer, read, None, None).reshape(n, -1)
+            return attend(layer, q, k, None)
+        return attend(layer, q, k, v)
+
+    def _recur(self, layer, x, attend):
+        """A sum that decays, of what a window of three inputs gives."""
+
+        def step(state, row):
+            window, total = state
+            window = jnp.concatenate([window[1:], row[0][None]])
+            total = DECAY * total + jnp.tanh(jnp.sum(window * self.mix[...], axis=0))
+            return (window, total), total
+
+        return attend.recur(layer, step, (x,))
+
+
+def group_of(name, first):
+    """The layers of a part of a name, from the first on, that keep or read keys and values."""
+    parts = list(enumerate(LAYERS.get(name, ("attend",)), first))
+    readers = tuple((i, first) for i, part in parts if part in READERS)
+    kept = tuple(i for i, part in parts if part not in READERS)
+    sizes = {"n_kv_heads": N_KV, "head_dim": D}
+    if is_latent(name):
+        sizes = {"n_kv_heads": 1, "head_dim": 2 * D, "latent_rank": D, "scale": D**-0.5}
+    return GroupSpec(layers=kept, kv_of=readers, mask=MASKS[name], rope=ROPE, **sizes)

@@ -20,8 +20,6 @@ from tests.matrix.plaincache import N_READ, SCORED, PlainSeq
 from tests.matrix.plainmodel import drawn, masks_of
 from tests.matrix.tolerance import TOLERANCE, tolerance
 
-WHOLE = True  # see conftest.py: each day CI has all cells of this module
-
 EQUAL = (
     Cell(),
     Cell(policy="context_shift", layers="full+window", state="session"),

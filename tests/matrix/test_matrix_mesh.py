@@ -7,7 +7,6 @@ from tests.matrix.drafted import ON_MESH
 from tests.matrix.judged import assert_equal
 
 pytestmark = pytest.mark.slow
-WHOLE = True  # see conftest.py: each day CI has all cells of this module
 
 
 @pytest.mark.parametrize("cell", [*part("mesh"), *ON_MESH], ids=str)

@@ -6,7 +6,6 @@ from tests.matrix.covering import part
 from tests.matrix.judged import assert_equal
 
 pytestmark = pytest.mark.slow
-WHOLE = True  # see conftest.py: each day CI has all cells of this module
 
 
 @pytest.mark.parametrize("cell", part("pairs"), ids=str)

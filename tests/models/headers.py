@@ -5,10 +5,14 @@ import json
 from pathlib import Path
 
 import pytest
+from flax import nnx
 
 from kvrt.errors import BadModelFile, KvrtError, UnsupportedModel
+from kvrt.program.programs import layer_params
+from kvrt_models.decoder import Decoder
 from kvrt_models.gguf import spec as gguf_spec
 from kvrt_models.hf import spec as hf_spec
+from kvrt_models.weights.shapes import weight_shapes
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
 
@@ -47,6 +51,14 @@ def metadata(arch="llama", **change):
 
 def gguf(arch="llama", tensors=None, **change):
     return gguf_spec.spec_from_gguf(metadata(arch, **change), TENSORS | (tensors or {}))
+
+
+def numbered_kinds(of):
+    """The kinds of a spec's layers, numbered in the order in which they come."""
+    decoder = Decoder(of, weight_shapes(of, "f32"))
+    kinds = layer_params(decoder, nnx.split(decoder)[1]).kinds
+    numbers = {kind: i for i, kind in enumerate(dict.fromkeys(kinds))}
+    return [numbers[kind] for kind in kinds]
 
 
 def refused(words, call):

@@ -5,7 +5,7 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from headers import GOLDEN, hf, refused
+from headers import GOLDEN, hf, numbered_kinds, refused
 
 from kvrt_models.hf import spec as hf_spec
 from kvrt_models.layers import tensors
@@ -27,12 +27,17 @@ def test_sizes_of_a_config_json():
     assert (found.laurel_rank, found.n_ff, found.logit_cap) == (5, 24, 30.0)
 
 
-def test_what_a_file_does_not_say_is_as_in_transformers():
+def as_published():
+    """35 layers of small sizes, with all that transformers takes where a file says nothing."""
     names = json.loads((GOLDEN / NAME / "config.json").read_text())
     kept = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
     kept += ("num_key_value_heads", "max_position_embeddings")
     values = {k: names[k] for k in kept} | {"intermediate_size": 24, "num_hidden_layers": 35}
-    found = hf_spec.spec_from_config(values)
+    return hf_spec.spec_from_config(values)
+
+
+def test_what_a_file_does_not_say_is_as_in_transformers():
+    found = as_published()
     windowed, full = found.groups
     assert full.layers == (4, 9, 14, 19) and full.kv_of == ((24, 19), (29, 19), (34, 19))
     assert (windowed.mask.size, windowed.kv_of[0], windowed.head_dim) == (512, (20, 18), 256)
@@ -40,6 +45,12 @@ def test_what_a_file_does_not_say_is_as_in_transformers():
     assert found.altup == AltUp(n_streams=4, active=0, scaled=True)
     assert (found.laurel_rank, found.layer_inputs.width, found.logit_cap) == (64, 256, 30.0)
     assert found.ffn_cutoffs[9] == pytest.approx(1.6448536) and found.ffn_cutoffs[10] is None
+
+
+def test_layers_of_one_kind_have_any_index():
+    """Windowed and full ones: with many gates of zero, without, and those that read others."""
+    wanted = [2 * i + is_full for i in (0, 0, 1, 1, 2, 2, 2) for is_full in (0, 0, 0, 0, 1)]
+    assert numbered_kinds(as_published()) == wanted
 
 
 def test_a_share_of_gates_is_zero():

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from headers import GOLDEN, hf, refused
+from headers import GOLDEN, hf, numbered_kinds, refused
 
 from kvrt import CacheConfig, Runtime
 from kvrt_models.layers import tensors
@@ -21,6 +21,12 @@ def test_the_last_layers_read_the_last_of_their_kind():
     found = hf(SHARED, num_kv_shared_layers=0)
     assert [g.kv_of for g in found.groups] == [(), ()]
     assert (hf(SHARED).n_ff_of(2), hf(SHARED).n_ff_of(5), hf(SHARED).n_layers) == (24, 48, 6)
+
+
+def test_layers_of_one_kind_have_any_index():
+    """Windowed and full ones, and those that read others', whose networks are wide."""
+    assert numbered_kinds(hf(SHARED)) == [0, 0, 1, 2, 2, 3]
+    assert numbered_kinds(hf(WIDE)) == [0, 1, 1] and numbered_kinds(hf(MIXED)) == [0, 1]
 
 
 def test_readers_have_queries_alone():

@@ -64,7 +64,7 @@ def _made(model, config, layout, place=None):
 class NumpyDevice(Device):
     """A `Device` by name alone: every method that the host calls is here."""
 
-    cache = labels = None
+    cache = labels = by_layer = None
     is_host, is_divided, skips_unwanted = True, False, False
 
     def __init__(self, model, config, layout):
@@ -123,8 +123,7 @@ class NumpyDevice(Device):
             ended |= np.isin(ids, [NO_TOKEN, *plan.stop_ids[plan.stop_ids >= 0]])
         return _sampled(found, plan.shape[0]), sampler
 
-    def verify(self, program):
-        step, how = program.args[2], program.static[1]
+    def verify(self, step, how):
         assert how.exit_layer is None, "layers that draft are compiled"
         rounds, sampler, n_tokens = step.rounds, step.sampler, len(step.batch.tokens)
         n_seqs, (n_rounds, n_drafts) = len(sampler.seed), rounds.drafts.shape

@@ -13,6 +13,8 @@ OPTIMISED = False
 # Gemma's GELU is looked up in a table of float16 there.
 TOLERANCE = {"gemma2": 5e-3}
 N_PROMPT, N_PREDICT = 40, 24
+# Models that run whole as well; all run by layer.
+WHOLE_TOO = ("llama", "gemma2", "gpt-oss")
 MODELS = {
     "llama": dict(arch="llama"),
     "qwen2": dict(arch="qwen2"),
@@ -40,13 +42,19 @@ def peer(request, tmp_path_factory):
 @pytest.mark.parametrize("rope", ["write", pytest.param("read", marks=pytest.mark.full)])
 def test_log_probs_are_those_of_llama_cpp(peer, rope):
     path, prompt, expected = peer
-    runtime = Runtime(load(path).decoder, CacheConfig(n_ctx=512, n_ubatch=8, rope=rope))
+    for programs in ("by_layer", *["whole"] * (path.stem in WHOLE_TOO)):
+        config = CacheConfig(n_ctx=512, n_ubatch=8, rope=rope, programs=programs)
+        check(Runtime(load(path).decoder, config), path, prompt, expected)
+
+
+def check(runtime, path, prompt, expected):
+    """Log-probabilities of the prompt's last token and of all that follow, and the text."""
     logits = [runtime.prefill(prompt)]
     logits += [runtime.decode({0: int(t)})[0] for t in expected.tokens[:-1]]
     found = np.asarray(logits, np.float64)
     found -= np.logaddexp.reduce(found, axis=1)[:, None]
     worst = float(np.abs(found - expected.log_probs).max())
-    print(f"{path.stem} {rope}: largest difference {worst:.1e}")
+    print(f"{path.stem} {runtime.config.programs}: largest difference {worst:.1e}")
     assert worst < TOLERANCE.get(path.stem, 1e-4)
     assert found.argmax(axis=1).tolist() == expected.tokens.tolist()
     if path.stem == "llama":  # what a run of steps draws is of no family

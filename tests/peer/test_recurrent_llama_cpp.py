@@ -37,7 +37,7 @@ def peer(request, tmp_path_factory):
 
 
 def runtime(decoder, **change):
-    config = {"n_ctx": 512, "n_ubatch": 8, "n_seq_max": 2, **change}
+    config = {"n_ctx": 512, "n_ubatch": 8, "n_seq_max": 2, "programs": "by_layer", **change}
     return Runtime(decoder, CacheConfig(**config))
 
 
@@ -72,8 +72,9 @@ def test_log_probs_are_those_of_llama_cpp(peer):
 
 
 def test_both_sides_of_a_fork_are_those_of_llama_cpp(peer):
+    """With whole programs, where the other tests run by layer."""
     decoder, [(prompt, mine), (other, theirs)] = peer
-    at = runtime(decoder)
+    at = runtime(decoder, programs="whole")
     at.prefill(prompt[:N_FORK])
     at.seq_cp(0, 1)
     rows = [[at.append(p[N_FORK:], s)[0]] for s, p in enumerate((prompt, other))]

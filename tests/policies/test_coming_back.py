@@ -90,6 +90,6 @@ def test_by_attention_of_what_was_chosen_it_does_not():
 
 def test_the_question_is_a_question():
     """The control: without the needed token the answer is another."""
-    dense, runtime = answer("dense"), Runtime(model(), CacheConfig(n_ctx=256))
+    dense, runtime = answer("dense"), opened("dense")
     runtime.append(TEXT[:100])
     assert abs(np.asarray(runtime.append([ASKS]))[0] - dense).max() > 0.5

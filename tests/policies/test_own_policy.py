@@ -41,6 +41,9 @@ GROUP = GroupSpec(layers=(0,), n_kv_heads=N_KV, head_dim=8, rope=RopeSpec(n_rot=
 N_SLOTS = SIZES["budget"] + SIZES["interval"]
 
 
+evicted = jax.jit(evict, static_argnums=0)
+
+
 class Sums(ScoredPolicy):
     """What the tests put into the sums."""
 
@@ -57,13 +60,13 @@ def filled(spec, sums):
     """Slots of which all are taken, with these sums."""
     slots: HeadSlots = empty_slots(spec)
     n = spec.policy.budget + spec.policy.interval
-    pos = jnp.where(jnp.arange(spec.n_slots) < n, jnp.arange(spec.n_slots), 0).astype(jnp.int32)
+    pos = np.where(np.arange(spec.n_slots) < n, np.arange(spec.n_slots), 0).astype(np.int32)
     return HeadSlots(
         k=slots.k,
         v=slots.v,
-        pos=jnp.broadcast_to(pos, slots.pos.shape),
-        sums=jnp.pad(jnp.asarray(sums, jnp.float32), ((0, 0), (0, spec.n_slots - n))),
-        filled=jnp.int32(n),
+        pos=np.tile(pos, (N_KV, 1)),
+        sums=np.pad(np.float32(sums), ((0, 0), (0, spec.n_slots - n))),
+        filled=np.int32(n),
         queries=slots.queries,
         chosen=slots.chosen,
     )
@@ -90,10 +93,9 @@ PATTERNS = {
 @pytest.mark.parametrize(("which", "more"), PATTERNS.values(), ids=PATTERNS)
 def test_nan_goes_first_and_protected_tokens_stay(which, more):
     spec, given = spec_of(Sums(**SIZES, **more)), scores(which)
-    slots, n_nan = jax.jit(evict, static_argnums=0)(spec, filled(spec, given))
-    kept = [
-        np.asarray(p)[np.asarray(t)].tolist() for p, t in zip(slots.pos, slots.taken, strict=True)
-    ]
+    slots, n_nan = evicted(spec, filled(spec, given))
+    pos, taken = np.asarray(slots.pos), np.asarray(slots.taken)
+    kept = [p[t].tolist() for p, t in zip(pos, taken, strict=True)]
     protected = {*range(N_SINK), *range(N_SLOTS - N_RECENT, N_SLOTS)}
     assert all(protected <= set(head) for head in kept)
     assert sum(map(len, kept)) == N_KV * SIZES["budget"]

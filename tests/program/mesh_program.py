@@ -35,7 +35,7 @@ from tests import interpreted
 from tests.attention import kernel_cases
 from tests.peer.tiny_gguf import TinyModel, write_gguf
 from tests.serving.engines import WINDOWS, ask
-from tests.toys import HybridLm, RowModel, ToyLm
+from tests.toys import HybridLm, KindedLm, RowModel, ToyLm
 
 TOKENS = np.random.default_rng(0).integers(0, 32, 40)
 F32 = {"type_k": "f32", "type_v": "f32"}
@@ -75,6 +75,7 @@ MODELS = {
     "heads": functools.partial(RowModel, n_heads=8, n_kv_heads=8, head_dim=4),
     "window": functools.partial(ToyLm, n_layers=1, masks=WINDOWS[1:2]),
     "recurrent": HybridLm,
+    "kinded": functools.partial(KindedLm, n_vocab=32, n_layers=4, masks=WINDOWS[:2] * 2),
 }
 
 
@@ -333,11 +334,11 @@ def rows_of(runtime):
 REQUEST = ask("miss", TOKENS[:11], 5)
 
 
-def engine(mode, where, **options):
+def engine(mode, where, kind="heads", **options):
     config = CacheConfig(n_ctx=64, n_seq_max=2, block_size=4, n_ubatch=8, **F32 | options)
     on = mesh(where) if where else None
     options = EngineConfig(mode=mode, rules=Rules(n_batch=8))
-    return Engine(MODELS["heads"](), config, options, mesh=on)
+    return Engine(MODELS[kind](), config, options, mesh=on)
 
 
 @functools.cache
@@ -363,6 +364,21 @@ def cells_too(where):
     miss, found = served(where)
     cells = run_one(engine("cell", where), REQUEST)
     return found | {"as_cells": cells[1].tobytes() == miss[1].tobytes()}
+
+
+def by_layer():
+    """A runtime and an engine by layer beside one device whole: differences, and what they say."""
+    whole, at = runtime("kinded", programs="whole"), runtime("kinded", FOUR, programs="by_layer")
+    one = engine("paged", "", "kinded", programs="whole")
+    many = engine("paged", FOUR, "kinded", programs="by_layer")
+    wanted, found = run_one(one, REQUEST), run_one(many, REQUEST)
+    pairs = [*zip(life(whole), life(at), strict=True), (wanted[1], found[1])]
+    return {
+        "differs": [float(np.abs(a - b).max() / np.abs(a).max()) for a, b in pairs],
+        "tokens": wanted[0] == found[0],
+        "said": [x.stats().programs for x in (at, many)],
+        "n_programs": sum(key.name == "layers" for key in at.programs.compiled()),
+    }
 
 
 def run_one(engine, request):
@@ -400,6 +416,7 @@ CASES = {
     "divided": divided,
     "served": lambda: served(ALL)[1],
     "served_by_kernels": lambda: served(FOUR, attention=interpreted.GPU)[1],
+    "by_layer": by_layer,
     "bits": functools.partial(cells_too, "tensor=8"),
     "programs": programs,
 }

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from toys import ToyLm
 
 from kvrt import (
     CacheConfig,
@@ -22,8 +21,10 @@ from kvrt import (
     Runtime,
     SelfExtend,
 )
+from kvrt.attention.step_attention import StepAttention
 from kvrt.errors import BadConfig
 from kvrt.policies.scored import H2O, SnapKV
+from kvrt.program import programs as compiled
 from kvrt.program.layers.by_layer import StepByLayer
 from kvrt.program.layers.runs import layer_runs
 from kvrt.program.layout import cell_layout
@@ -31,7 +32,8 @@ from kvrt.program.programs import layer_params
 from kvrt.serving.config import EngineConfig
 from kvrt_models.load import load
 from tests.marks import slow
-from tests.matrix.plainmodel import PartedModel
+from tests.matrix.plainmodel import PlainModel
+from tests.toys import KindedLm, ToyLm
 
 FOLDERS = sorted(p.parent for p in Path(__file__).parents[1].glob("golden/hf/*/config.json"))
 QUICK = ("bamba", "gemma3n", "deepseek-v32")
@@ -40,27 +42,14 @@ TEXT = np.random.default_rng(0).integers(0, 32, 70).tolist()
 WINDOW = MaskSpec(kind="window", size=9)
 
 
-class Kinded(ToyLm):
-    """Layers of one mask are alike."""
-
-    def layer_kinds(self):
-        masks = {i: g.mask for g in self.groups for i in g.layers}
-        return [(masks[i], ("qkv", i)) for i in range(self.n_layers)]
-
-
-class KindedParts(PartedModel):
-    """Layers without weights of their own."""
-
-    def layer_kinds(self):
-        return [(i, ("none", i)) for i in range(self.n_layers)]
-
-
-def both(model, **options):
-    """A runtime of each way, with the sizes of all these tests."""
+def both(model, programs="by_layer", **options):
+    """A runtime that traces the model as it is, and one that knows its kinds of layers."""
     sizes = {"n_ctx": 96, "n_seq_max": 2, "block_size": 16, "n_ubatch": 16, **options}
     policy = sizes.pop("policy", None)
-    ways = (CacheConfig(**sizes, programs=x) for x in ("whole", "by_layer"))
-    return [Runtime(model, config, policy=policy) for config in ways]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "reason_for_whole", lambda model: "as it is")
+        plain = Runtime(model, CacheConfig(**sizes, programs="whole"), policy=policy)
+    return [plain, Runtime(model, CacheConfig(**sizes, programs=programs), policy=policy)]
 
 
 def said(runtime):
@@ -74,18 +63,20 @@ def said(runtime):
     return [t.id for t in tokens], [np.asarray(x, np.float32) for x in found]
 
 
-def alike(whole, by_layer, tolerance=1e-5):
+def alike(plain, by_kind, tolerance=1e-5):
     """Both give the same, and keep the same."""
-    (ids, logits), (others, found) = said(whole), said(by_layer)
+    (ids, logits), (others, found) = said(plain), said(by_kind)
     assert ids == others
     for a, b in zip(logits, found, strict=True):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
-    for a, b in zip(*(jax.tree.leaves(x.cache) for x in (whole, by_layer)), strict=True):
+    for a, b in zip(*(jax.tree.leaves(x.cache) for x in (plain, by_kind)), strict=True):
         np.testing.assert_allclose(
             np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=1e-4, atol=1e-4
         )
-    assert by_layer.stats().programs.startswith("by_layer")
-    assert {"embed_step", "layers", "finish_step"} <= {k.name for k in by_layer.programs.compiled()}
+    way, names = by_kind.config.programs, {k.name for k in by_kind.programs.compiled()}
+    assert by_kind.stats().programs.startswith(way)
+    some = {"by_layer": {"embed_step", "layers", "finish_step"}, "whole": {"forward"}}[way]
+    assert some <= names
 
 
 CHANNELS = tuple(((0, 3, 5, 9), (1, 2, 8, 12)) for _ in range(4))
@@ -109,16 +100,52 @@ QUICK_CASES = ("channels",)
 def test_both_ways_give_the_same(name):
     options = dict(CASES[name])
     masks = options.pop("masks", None)
-    alike(*both(Kinded(n_vocab=32, n_layers=4, masks=masks), **options), tolerance=1e-4)
+    alike(*both(KindedLm(n_vocab=32, n_layers=4, masks=masks), **options), tolerance=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", ["produced", "shared", "latent", "indexed", "full+chunked"])
 def test_layers_that_read_others_do_so_across_programs(layers):
-    whole, by_layer = both(KindedParts(layers), type_k="f32", type_v="f32")
+    plain, by_layer = both(PlainModel(layers, has_front=True), type_k="f32", type_v="f32")
     device = by_layer._cache.device
-    device._by_layer = StepByLayer(device.programs, n_each=1)
-    alike(whole, by_layer)
+    device.by_layer = StepByLayer(device.programs, n_each=1)
+    alike(plain, by_layer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["read", "h2o", "quest", "checkpoints"])
+def test_one_program_of_kinds_gives_the_same(name):
+    options = dict(CASES[name])
+    masks = options.pop("masks", None)
+    model = KindedLm(n_vocab=32, n_layers=4, masks=masks)
+    alike(*both(model, "whole", **options), tolerance=1e-4)
+
+
+def counted(patch):
+    """The layers that attend while programs are traced."""
+    called, attend = [], StepAttention.__call__
+
+    def noted(self, layer, *args, **more):
+        called.append(layer)
+        return attend(self, layer, *args, **more)
+
+    patch.setattr(StepAttention, "__call__", noted)
+    return called
+
+
+def test_a_whole_step_traces_a_run_of_each_kind_once():
+    found = []
+    for runtime in both(KindedLm(n_vocab=32, n_layers=9), "whole", n_ctx=2048, n_ubatch=1):
+        with pytest.MonkeyPatch.context() as patch:
+            called = counted(patch)
+            found.append((called, runtime.append([1])))
+        (program,) = runtime.programs.compiled().values()
+        memory, stores = program.memory_analysis(), jax.tree.leaves(runtime.cache.stores)
+        assert memory.alias_size_in_bytes >= sum(x.nbytes for x in stores)
+        assert memory.temp_size_in_bytes < sum(x.nbytes for x in stores) // 9
+    (every, plain), (once, by_kind) = found
+    assert every == list(range(9)) and once == [0, 1, 2]
+    np.testing.assert_allclose(plain, by_kind, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +223,7 @@ def test_an_engine_gives_the_same(mode):
     found = []
     for programs in ("whole", "by_layer"):
         config = CacheConfig(n_ctx=96, n_seq_max=3, block_size=8, n_ubatch=16, programs=programs)
-        model = Kinded(n_vocab=32, n_layers=4, masks=(WINDOW, MaskSpec()) * 2)
+        model = KindedLm(n_vocab=32, n_layers=4, masks=(WINDOW, MaskSpec()) * 2)
         engine, texts = Engine(model, config, EngineConfig(mode=mode)), {}
         for i in range(4):
             engine.add_request(Request(id=str(i), tokens=tuple(TEXT[i : 20 + i]), n_predict=12))
@@ -230,18 +257,18 @@ def test_runs_weigh_what_is_compiled_against_dispatches(masks, wanted):
 
 
 def test_equal_layers_have_one_program():
-    runtime = both(Kinded(n_vocab=32, n_layers=9))[1]
+    runtime = both(KindedLm(n_vocab=32, n_layers=9))[1]
     runtime.append(TEXT[:5])
     names = [key.name for key in runtime.programs.compiled()]
     assert sorted(names) == ["embed_step", "finish_step", "head", "layers"]
-    runs = runtime._cache.device._by_layer.runs
+    runs = runtime._cache.device.by_layer.runs
     assert len(runs) == 3 and {x.like for x in runs} == {0}
     for a, b in itertools.pairwise(runs):
         assert a.last == b.first
 
 
 def test_no_program_of_some_layers_copies_their_arrays():
-    runtime = both(Kinded(n_vocab=32, n_layers=4), n_ctx=2048, n_ubatch=1)[1]
+    runtime = both(KindedLm(n_vocab=32, n_layers=4), n_ctx=2048, n_ubatch=1)[1]
     runtime.append([1])
     layer = sum(x.nbytes for x in jax.tree.leaves(runtime.cache.stores)) // 4
     for key, program in runtime.programs.compiled().items():
@@ -259,7 +286,7 @@ def test_a_model_that_does_not_tell_its_layers_apart_runs_whole_and_says_why():
     assert runtime.config.programs == "whole"
     assert "does not tell its layers apart by kind" in runtime.stats().programs
 
-    class Fewer(Kinded):
+    class Fewer(KindedLm):
         def layer_kinds(self):
             return super().layer_kinds()[1:]
 
@@ -268,7 +295,7 @@ def test_a_model_that_does_not_tell_its_layers_apart_runs_whole_and_says_why():
     ):
         Runtime(Fewer(n_layers=2), config)
 
-    class Otherwise(Kinded):
+    class Otherwise(KindedLm):
         def layers(self, x, attend, first, last):
             return super().layers(x, attend, first, last) * 2
 

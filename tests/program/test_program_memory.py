@@ -4,8 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from kvrt import CacheConfig, Engine, EngineConfig, Request, Runtime
+from kvrt import CacheConfig, Engine, EngineConfig, LayerSkip, Request, Runtime, Speculation
+from kvrt.reuse.blend import BlendSpec
 from kvrt.store import kv as kv_store
+from tests.program.test_by_layer import Kinded
 from tests.toys import ToyLm
 
 pytestmark = pytest.mark.slow
@@ -137,6 +139,40 @@ def test_no_program_of_an_engine_copies_the_cache(kind, mode):
     found = [temp_bytes(x.programs) for x in (small, large)]
     assert set(found[0]) == ({"forward", "move_blocks"} if mode == "paged" else {"forward"})
     check(*found, sum(map(kv_store.kv_bytes, cache.stores)), layer_bytes(cache, n_cells))
+
+
+class Ones:
+    """Drafts the token 1."""
+
+    def check(self, n_vocab):
+        pass
+
+    def draft(self, context, n):
+        return [1] * n
+
+
+def run_by_layer(n_ctx):
+    """A runtime that has called the programs of steps, rounds, layers that draft and blends."""
+    model = Kinded(n_layers=2, n_kv_heads=16)
+    config = CacheConfig(n_ctx=n_ctx, n_seq_max=2, n_ubatch=8, programs="by_layer")
+    runtime = Runtime(model, config)
+    chunk = runtime.chunk(PROMPT)
+    runtime.blend([chunk], PROMPT[:2], BlendSpec(check_layer=0))
+    for drafter in (Ones(), LayerSkip(exit_layer=1)):
+        list(runtime.generate(3, speculation=Speculation(drafter=drafter, n_draft=3)))
+    return runtime
+
+
+def test_no_program_by_layer_copies_the_cache():
+    small, large = map(run_by_layer, SIZES)
+    of_layer = layer_bytes(large.cache, SIZES[1])
+    found = [temp_bytes(x.programs) for x in (small, large)]
+    writers = {"layers", "write_layers"}
+    assert set(found[1]) >= writers | {"unwritten_layers", "accept_round", "draft_tokens"}
+    for name, (temp, alias) in found[1].items():
+        grows = (temp - found[0][name][0]) / (SIZES[1] - SIZES[0])
+        assert grows < of_layer / 2, name
+        assert name not in writers or alias >= 2 * of_layer * SIZES[1], name
 
 
 def test_every_writer_donates(used):

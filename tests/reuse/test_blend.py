@@ -13,6 +13,7 @@ from kvrt.runtime.blend import padded_size
 from kvrt.runtime.chunks.chunk import CachedChunk
 from kvrt.store.kv import read_kv
 from tests.marks import first_fast, full, slow
+from tests.numpy_device.device import installed
 from tests.toys import RowModel, ToyLm
 
 N_LAYERS, LEAD = 4, 1
@@ -282,6 +283,7 @@ def test_a_chooser_of_ones_own_is_asked():
     assert found.computed.tolist() == list(range(47, 58))
 
 
+@installed()
 @pytest.mark.parametrize(
     ("config", "spec", "message"),
     [

@@ -24,6 +24,9 @@ def runtime_of(select, **rest):
     return Runtime(ToyLm(n_layers=3), config, **rest)
 
 
+rebuilt = jax.jit(labels.rebuild, static_argnums=(0, 1))
+
+
 def check_labels(runtime):
     """All labels are what the keys of the cells that are held give."""
     logits = runtime.append([1])  # labels what waits for it
@@ -33,12 +36,13 @@ def check_labels(runtime):
         size = device.layout.stores[i].extent
         blocks = np.arange(size.n_blocks, dtype=np.int32), np.asarray(size.n_blocks, np.int32)
         pos = np.asarray(cells.pos).reshape(size.n_blocks, -1)
-        want = labels.rebuild(plan, i, cache.labels[i], kv, pos, blocks)
+        want = rebuilt(plan, i, cache.labels[i], kv, pos, blocks)
         held = pos.reshape(-1, 16).max(1) >= 0
         found = 0
         for got, new in zip(cache.labels[i], want, strict=True):
             if got is None:
                 continue
+            got, new = np.asarray(got), np.asarray(new)
             at = held if isinstance(plan.select, Quest) else np.repeat(held, 16)
             np.testing.assert_allclose(got[:, :, at], new[:, :, at], atol=1e-6)
             found += 1

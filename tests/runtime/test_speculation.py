@@ -411,7 +411,6 @@ def test_a_full_cache_is_refused_as_without_drafts():
 )
 def test_what_does_not_fit_is_refused_before_anything_runs(options, n_draft, message):
     runtime = build(**options)
-    runtime.prefill(PROMPT)
     before = runtime.stats()
     with pytest.raises(BadConfig, match=message):
         runtime.generate(3, speculation=Speculation(drafter=PromptLookup(), n_draft=n_draft))

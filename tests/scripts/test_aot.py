@@ -19,6 +19,7 @@ from kvrt_models.hub import cache_dir
 
 ROOT = Path(__file__).parents[2]
 KERNEL_HEADS = "64"
+SHAPE = ("--shape", "llama-3.1-8b", "--layers", "2")
 
 
 def libtpu():
@@ -41,7 +42,7 @@ def run(*args, path=()):
     python_path = os.pathsep.join([*map(str, (*path, ROOT)), os.environ.get("PYTHONPATH", "")])
     # libtpu ends a process whose XLA_FLAGS name one that it does not know, as conftest.py's do.
     env = os.environ | {"PYTHONPATH": python_path, "XLA_FLAGS": ""}
-    command = [sys.executable, "-m", "scripts.aot", "--shape", "tiny", *args]
+    command = [sys.executable, "-m", "scripts.aot", *SHAPE, *args]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return {x["program"]: x for x in map(json.loads, done.stdout.splitlines())}

@@ -14,7 +14,7 @@ from tests import retentiontoy, yocotoy
 from tests.indexedlm import IndexedLm
 from tests.latentlm import LatentLm
 from tests.sharedlm import SharedLm
-from tests.toys import DeltaLm, HybridLm, ToyLm
+from tests.toys import DeltaLm, HybridLm, KindedLm, ToyLm
 
 B, N_ROWS, N_BATCH = 4, 4, 16
 WINDOWS = [MaskSpec(), *[MaskSpec(kind="window", size=9)] * 2]
@@ -51,6 +51,7 @@ MODELS |= {
     "retention": retentiontoy.decoder,
     "latent": functools.partial(LatentLm, masks=WINDOWS[:2]),
     "indexed": IndexedLm,
+    "by layer": functools.partial(KindedLm, n_layers=4, masks=WINDOWS[:2] * 2),
     "full ropes": functools.partial(of_ropes, 100.0, 17.0, masks=[MaskSpec()] * 2),
 }
 

@@ -17,6 +17,8 @@ from kvrt.serving.scheduling.step_plan import Rules
 from kvrt.serving.sizing import budget
 from tests.serving.engines import MODELS, N_BATCH, ask
 
+pytestmark = pytest.mark.usefixtures("zeros_of_numpy")
+
 CONFIG = CacheConfig(n_seq_max=3, block_size=8, n_ubatch=N_BATCH, type_v="bf16")
 POLICY = AttentionSinks(n_sink=4, n_window=19)
 

@@ -1,6 +1,7 @@
 """Blocks and cells, hit and miss, alone and forked: equal to the bit, with the programs users get.
 
 Steps of other tokens round otherwise, so what is compared is computed in steps that are cut alike.
+One kind, of full and of windowed layers, runs by layer on a CPU; the others run whole.
 """
 
 import numpy as np
@@ -12,7 +13,7 @@ from tests.serving.engines import N_BATCH, ask, engine, make, one, run
 
 pytestmark = pytest.mark.slow
 OPTIMISED = True
-KINDS = ["full", "window", full("chunked"), "recurrent"]
+KINDS = ["full", "window", full("chunked"), "recurrent", "by layer"]
 
 
 def assert_same(a, b):
@@ -49,6 +50,7 @@ def test_a_hit_gives_what_a_miss_gives(kind):
     "kind",
     [
         "full",
+        "by layer",
         slow("window"),
         full("chunked"),
         full("sinks"),
@@ -69,6 +71,11 @@ def test_a_hit_within_a_block_gives_what_a_miss_gives(kind):
     assert found == one(at, ask("cold", other, cache=False))[0]
     # The block that was copied still says what it said.
     assert one(at, ask("again", tokens))[0] == one(at, ask("anew", tokens, cache=False))[0]
+
+
+def test_one_kind_runs_by_layer():
+    said = {kind: engine(kind, "paged").stats().programs for kind in ("full", "by layer")}
+    assert said["full"].startswith("whole") and said["by layer"].startswith("by_layer")
 
 
 def test_hits_within_blocks_are_refused_where_none_can_be():

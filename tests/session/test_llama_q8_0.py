@@ -2,7 +2,7 @@
 
 import dataclasses
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, quants
@@ -18,6 +18,9 @@ from tests.session.llama_bytes import group, read, written
 IDS = made.tokens([1, 5, 9])
 CELLS = [(0, [0]), (1, [0]), (2, [0])]
 NARROW, WIDE = (group((0, 1), heads=3, dim=32),), (group((0, 1), heads=2, dim=64),)
+
+
+decoded = jax.jit(codec.decode, static_argnums=1)
 
 
 def layers(width, seed):
@@ -55,7 +58,7 @@ def test_a_file_is_read_and_written_to_the_byte(load, groups, rotations, turned)
     (block,) = found.groups[0].blocks
     for rows, wanted in ((block.k, k), (block.v, v)):
         assert isinstance(rows, codec.Quantized) and rows.data.dtype == np.int8
-        back = np.asarray(codec.decode(rows, -1)).reshape(wanted.shape)
+        back = np.asarray(decoded(rows, -1)).reshape(wanted.shape)
         assert np.abs(back - wanted).max() < 0.02
     assert written(found, groups, whole=True, old=rotations is None) == data
 
@@ -124,7 +127,7 @@ def test_damage(load):
 
 def test_groups_of_llama_cpp_are_those_of_a_store():
     x = np.random.default_rng(0).standard_normal((4, 2, 64)).astype(np.float32)
-    coded = codec.encode(jnp.asarray(x), codec.zeros("q8_0", (1, 1, 1, 64), 3), -1)
+    coded = jax.jit(lambda x: codec.encode(x, codec.zeros("q8_0", (1, 1, 1, 64), 3), -1))(x)
     packed = kv_arrays.to_q8_0(kv_arrays.on_host(coded), Q8_0)
     wanted = quants.quantize(x.reshape(4, -1), GGMLQuantizationType.Q8_0)
     assert packed.tobytes() == wanted.tobytes()

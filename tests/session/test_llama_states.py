@@ -11,6 +11,8 @@ from tests.session import llama_bytes as made
 from tests.session.llama_bytes import i32, read, u32, written
 from tests.toys import HybridLm
 
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
 IDS = [5, 9, 1, 30, 2, 7, 7, 11, 3, 20, 4]
 WIDTH = 16
 

@@ -36,6 +36,7 @@ def plain(name):
 write = jax.jit(kv_store.write_kv, donate_argnums=0)
 move = jax.jit(kv_store.move_kv, donate_argnums=0)
 clear = jax.jit(kv_store.clear_kv, donate_argnums=0)
+take, last = jax.jit(kv_store.take_kv), jax.jit(per_channel.written_last)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -67,7 +68,7 @@ def both(name, store, oracle, slots, new, size=16):
 
 def check(store, oracle):
     """What is read, and what is taken out, is what the oracle has."""
-    found = np.asarray(kv_store.take_kv(store, np.arange(N_CELLS, dtype=np.int32))[0][0])
+    found = np.asarray(take(store, np.arange(N_CELLS, dtype=np.int32))[0][0])
     np.testing.assert_array_equal(found, oracle.all().astype(np.float16))
     k = store.k[0]
     held = {int(g): np.asarray(k.tail)[i] for i, g in enumerate(k.group) if g >= 0}
@@ -113,12 +114,9 @@ def test_places_keep_their_order_behind_2_to_the_31_writes():
     shifted = np.where(written, written + (2**31 - 8), 0).astype(np.int32)
     old = dataclasses.replace(young, written=jnp.asarray(shifted))
     for at in (1, 0, 4, 2, 2, 1, 3):
-        young, old = (
-            dataclasses.replace(x, written=per_channel.written_last(x, jnp.int32(at)))
-            for x in (young, old)
-        )
+        young, old = (dataclasses.replace(x, written=last(x, np.int32(at))) for x in (young, old))
         assert np.argsort(young.written).tolist() == np.argsort(old.written).tolist()
-    assert 0 < int(jnp.min(old.written)) and int(jnp.max(old.written)) < 20
+    assert 0 < np.min(old.written) and np.max(old.written) < 20
 
 
 PIECES = st.tuples(
@@ -189,7 +187,7 @@ def test_a_shift_codes_again_what_it_turned_and_nothing_else():
     turned = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
     store = shift(store, ShiftPlan(delta=delta, blocks=blocks, n_blocks=np.int32(2)))
     oracle.replace(turned, moved)
-    found = np.asarray(kv_store.take_kv(store, np.arange(N_CELLS, dtype=np.int32))[0][0])
+    found = np.asarray(take(store, np.arange(N_CELLS, dtype=np.int32))[0][0])
     # Sines of both sides differ in their last bits, so that a code may differ by one.
     step = 260 / 15
     np.testing.assert_allclose(found, oracle.all(), atol=1.1 * step)
@@ -211,7 +209,7 @@ def test_what_is_released_can_be_zeroed():
     released[:64] = released[290:] = True
     before = oracle.all()
     store = clear(store, released.reshape(N_BLOCKS, B))
-    found = np.asarray(kv_store.take_kv(store, np.arange(N_CELLS, dtype=np.int32))[0][0])
+    found = np.asarray(take(store, np.arange(N_CELLS, dtype=np.int32))[0][0])
     assert not found[:64].any() and not found[290:].any()
     np.testing.assert_array_equal(found[64:290], before[64:290].astype(np.float16))
 
@@ -242,10 +240,9 @@ def test_attention_reads_what_the_oracle_has(implementation, n):
     ]
     how = LayerAttention(group=GROUP, implementation=implementation)
     for view in views:
-        view = jax.tree.map(jnp.asarray, view)
         out = [
             attend(TokenQKV(q=q, k=k, v=v), LayerKV(k=x, v=store.v[0]), view, how)[0]
-            for x in (store.k[0], jnp.asarray(wide))
+            for x in (store.k[0], wide)
         ]
         np.testing.assert_array_equal(*map(np.asarray, out))
 

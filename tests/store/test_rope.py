@@ -53,7 +53,11 @@ def turned(x, theta, layout):
 
 def rows(n, h, d, dtype="float32", seed=0):
     x = np.random.default_rng(seed).standard_normal((n, h, d)).astype(np.float32)
-    return jnp.asarray(x.astype(jnp.dtype(dtype)))
+    return x.astype(jnp.dtype(dtype))
+
+
+def as_f32(x):
+    return np.asarray(x).astype(np.float32)
 
 
 def turn(x, spec, pos, layout):
@@ -63,6 +67,9 @@ def turn(x, spec, pos, layout):
 @functools.partial(jax.jit, static_argnums=3)
 def rotated(x, freqs, pos, layout):
     return rope.rotate(x, *rope.angles(freqs, pos), layout)
+
+
+angles = jax.jit(rope.angles)
 
 
 # Frequencies
@@ -212,7 +219,7 @@ def test_an_unknown_rule_or_layout_is_named():
 def test_angles_are_float32_products():
     freqs = rope.frequencies(RopeSpec(n_rot=32), 64)
     pos = np.array([0, 1, -1, 777, 65535, 2**24 + 1, 2**31 - 1], np.int32)
-    cos, sin = rope.angles(jnp.asarray(freqs), jnp.asarray(pos))
+    cos, sin = angles(freqs, pos)
     assert cos.dtype == sin.dtype == jnp.float32 and cos.shape == (7, 16)
     theta = (pos.astype(np.float32)[:, None] * freqs[None, :]).astype(np.float64)
     np.testing.assert_allclose(cos, np.cos(theta), atol=1e-6)
@@ -222,33 +229,35 @@ def test_angles_are_float32_products():
 def test_angles_err_by_no_more_than_the_float32_product():
     freqs = rope.frequencies(RopeSpec(n_rot=32), 64)
     pos = np.arange(0, 2**20, 4099, dtype=np.int32)
-    cos, sin = rope.angles(jnp.asarray(freqs), jnp.asarray(pos))
+    cos, sin = angles(freqs, pos)
     theta = pos[:, None] * freqs[None, :].astype(np.float64)
     error = np.abs(np.asarray(cos) + 1j * np.asarray(sin) - np.exp(1j * theta))
     assert np.all(error <= theta * 2.0**-23 + 1e-6)
     assert error.max() > 1e-3, "the bound must be met by angles that do lose bits"
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
+# Other tests rotate arrays of the same shapes and types, by the same programs.
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("n_rot", [2, 12, 16])
+@pytest.mark.parametrize(
+    ("n_rot", "dtype"), [(2, "float32"), (16, "float32"), *((12, dtype) for dtype in TOLERANCE)]
+)
 def test_rotate_against_complex_numbers(layout, n_rot, dtype):
     x, pos = rows(5, 3, 16, dtype), np.array([0, 1, 2, 100, 1000])
     spec = RopeSpec(n_rot=n_rot, layout=layout)
     got = turn(x, spec, pos, layout)
     assert got.dtype == x.dtype
     theta = pos[:, None] * rope.frequencies(spec, 64)[None, :].astype(np.float64)
-    wanted = turned(np.asarray(x.astype(jnp.float32)), theta, layout)
+    wanted = turned(as_f32(x), theta, layout)
     error = TOLERANCE[dtype]
-    np.testing.assert_allclose(got.astype(jnp.float32), wanted, rtol=error, atol=error)
+    np.testing.assert_allclose(as_f32(got), wanted, rtol=error, atol=error)
 
 
 def test_the_layouts_differ_and_norm_is_neox_of_permuted_channels():
-    x, pos = rows(4, 2, 16), [3, 50, 7, 9]
+    x, pos = rows(5, 3, 16), [3, 50, 7, 9, 2]
     a, b = pairs(16, 16, "norm")
     order = np.concatenate([a, b])
     neox = turn(x[..., order], RopeSpec(n_rot=16), pos, "neox")
-    norm = turn(x, RopeSpec(n_rot=16), pos, "norm")
+    norm = np.asarray(turn(x, RopeSpec(n_rot=16), pos, "norm"))
     np.testing.assert_array_equal(norm[..., order], neox)
     assert not np.allclose(norm, turn(x, RopeSpec(n_rot=16), pos, "neox"), atol=0.1)
 
@@ -256,9 +265,10 @@ def test_the_layouts_differ_and_norm_is_neox_of_permuted_channels():
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_partial_rotation_leaves_the_tail_bit_identical(layout, dtype):
-    x = rows(6, 2, 20, dtype).at[0, 0, 12:15].set(jnp.asarray([jnp.nan, -0.0, jnp.inf], dtype))
-    got = turn(x, RopeSpec(n_rot=12), [5, 6, 7, 8, 9, 1000], layout)
-    tails = [np.asarray(y[..., 12:]).tobytes() for y in (got, x)]
+    x = rows(5, 3, 16, dtype)
+    x[0, 0, 12:15] = [np.nan, -0.0, np.inf]
+    got = np.asarray(turn(x, RopeSpec(n_rot=12), [5, 6, 7, 8, 1000], layout))
+    tails = [y[..., 12:].tobytes() for y in (got, x)]
     assert tails[0] == tails[1]
     assert not np.array_equal(got[..., :12], x[..., :12])
 
@@ -268,13 +278,16 @@ def test_partial_rotation_leaves_the_tail_bit_identical(layout, dtype):
 def test_turning_by_nothing_leaves_finite_values_equal(layout, dtype):
     # Equal, not always the same bits: -0.0 may come back as 0.0, and an infinity makes its
     # partner nan (inf * 0). A K-shift must therefore leave cells with delta 0 out by itself.
-    x = rows(64, 2, 16, dtype)
-    got = turn(x, RopeSpec(n_rot=16), np.zeros(64), layout)
-    assert np.asarray(got).tobytes() == np.asarray(x).tobytes()
-    zero = jnp.full((1, 1, 4), -0.0, dtype).at[0, 0, 1].set(jnp.asarray(-1.0, dtype))
-    back = turn(zero, RopeSpec(n_rot=4), [0], layout)
-    np.testing.assert_array_equal(back.astype(jnp.float32), zero.astype(jnp.float32))
-    assert not np.all(np.signbit(back.astype(jnp.float32)))
+    spec = RopeSpec(n_rot=12)
+    for seed in range(20):
+        x = rows(5, 3, 16, dtype, seed)
+        got = turn(x, spec, np.zeros(5), layout)
+        assert np.asarray(got).tobytes() == x.tobytes()
+    zero = np.full_like(x, -0.0)
+    zero[0, 0, 1] = -1.0
+    back = as_f32(turn(zero, spec, np.zeros(5), layout))
+    np.testing.assert_array_equal(back, as_f32(zero))
+    assert not np.all(np.signbit(back[..., :12]))
 
 
 @settings(deadline=None, max_examples=40)
@@ -282,17 +295,18 @@ def test_turning_by_nothing_leaves_finite_values_equal(layout, dtype):
     p=st.integers(0, 4000), delta=st.integers(-4000, 4000), layout=st.sampled_from(LAYOUTS)
 )  # fmt: skip
 def test_rotations_compose(p, delta, layout):
-    x, spec = rows(1, 2, 16), RopeSpec(n_rot=16)
-    moved = turn(turn(x, spec, [p], layout), spec, [delta], layout)
-    np.testing.assert_allclose(moved, turn(x, spec, [p + delta], layout), atol=2e-3)
+    x, spec = rows(5, 3, 16), RopeSpec(n_rot=16)
+    moved = turn(turn(x, spec, [p] * 5, layout), spec, [delta] * 5, layout)
+    np.testing.assert_allclose(moved, turn(x, spec, [p + delta] * 5, layout), atol=2e-3)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_scores_depend_on_the_distance_alone(layout):
-    spec, q, k = RopeSpec(n_rot=16, base=100.0), rows(1, 1, 16), rows(1, 1, 16, seed=1)
+    spec, q, k = RopeSpec(n_rot=16, base=100.0), rows(5, 3, 16), rows(5, 3, 16, seed=1)
 
     def score(p, c):
-        return float(jnp.sum(turn(q, spec, [p], layout) * turn(k, spec, [c], layout)))
+        turned = (np.asarray(turn(x, spec, [i] * 5, layout)) for x, i in ((q, p), (k, c)))
+        return float(np.dot(*(x[0, 0] for x in turned)))
 
     assert score(90, 70) == pytest.approx(score(20, 0), abs=1e-4)
     assert abs(score(90, 70) - score(90, 71)) > 1e-2
@@ -302,7 +316,7 @@ def test_scores_depend_on_the_distance_alone(layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rotate_block_is_rotate_with_channels_before_cells(layout, dtype):
     x, pos = rows(8, 3, 20, dtype), np.array([0, 5, 1, 9, 300, 2, 7, 7], np.int32)
-    freqs = jnp.asarray(rope.frequencies(RopeSpec(n_rot=12), 64))
+    freqs = jax.device_put(rope.frequencies(RopeSpec(n_rot=12), 64))
 
     @jax.jit
     def both(x):
@@ -318,29 +332,31 @@ def test_rotate_block_is_rotate_with_channels_before_cells(layout, dtype):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_shift_without_magnitude_keeps_the_norm_of_keys(layout):
     spec = dataclasses.replace(YARN, n_rot=16, n_ctx_orig=64, factor=8.0)
-    freqs = jnp.asarray(rope.frequencies(spec, 512))
-    cos, sin = rope.angles(freqs, jnp.asarray([100], jnp.int32))
-    scale = jnp.float32(rope.magnitude(spec, 512))
-    key = rope.rotate(rows(1, 1, 16), cos * scale, sin * scale, layout)
-    norm = float(jnp.linalg.norm(key))
+    freqs = jax.device_put(rope.frequencies(spec, 512))
+    scale = np.float32(rope.magnitude(spec, 512))
+
+    @jax.jit
+    def turned_by(key, delta, scale):
+        return rope.rotate(key, *(scale * x for x in rope.angles(freqs, delta)), layout)
+
+    key = turned_by(rows(1, 1, 16), np.array([100], np.int32), scale)
+    norm = np.linalg.norm(key)
     for delta in [-7, 20, -113]:
-        cos, sin = rope.angles(freqs, jnp.asarray([delta], jnp.int32))
-        key = rope.rotate(key, cos, sin, layout)
-    assert float(jnp.linalg.norm(key)) == pytest.approx(norm, rel=1e-5)
-    unturned = rows(1, 1, 16) * scale
-    np.testing.assert_allclose(key, unturned, atol=1e-4)
+        key = turned_by(key, np.array([delta], np.int32), np.float32(1))
+    assert np.linalg.norm(key) == pytest.approx(norm, rel=1e-5)
+    np.testing.assert_allclose(key, rows(1, 1, 16) * scale, atol=1e-4)
 
 
-def test_rotation_runs_in_jit_and_vmap():
-    x, pos = rows(4, 2, 16), jnp.arange(4, dtype=jnp.int32)
-    freqs = jnp.asarray(rope.frequencies(RopeSpec(n_rot=16), 64))
+def test_rotation_runs_in_vmap():
+    x, pos = rows(5, 3, 16), np.arange(5, dtype=np.int32)
+    spec = RopeSpec(n_rot=16)
+    freqs = jax.device_put(rope.frequencies(spec, 4096))
 
     def f(x, pos):
         return rope.rotate(x, *rope.angles(freqs, pos), "neox")
 
-    plain = f(x, pos)
-    np.testing.assert_allclose(jax.jit(f)(x, pos), plain, atol=1e-6)
     xs, at = np.stack([x, x]), np.stack([pos + 1, pos])
+    plain = turn(x, spec, pos, "neox")
     np.testing.assert_allclose(jax.jit(jax.vmap(f))(xs, at)[1], plain, atol=1e-6)
 
 

@@ -1,7 +1,6 @@
 """Rows: written, read and moved as a NumPy array of rows would be."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -20,7 +19,8 @@ TYPES = ("f32", "bf16", "f16")
 write = jax.jit(kv_store.write_kv, donate_argnums=0)
 move = jax.jit(kv_store.move_kv, donate_argnums=0)
 move_blocks = jax.jit(kv_store.move_blocks, donate_argnums=0)
-read = jax.jit(kv_store.read_kv, static_argnames="layer")
+read = jax.jit(lambda s, slots: [kv_store.read_kv(s, i, slots) for i in range(len(SHAPES))])
+decoded = jax.jit(decode, static_argnums=1)
 
 
 GROUP = GroupSpec(layers=(0, 2, 5), n_kv_heads=H, head_dim=D, rope=None)
@@ -55,10 +55,9 @@ def copied(kv):
 def check(store, kv):
     """Every row of the store is what the arrays say."""
     slots = np.arange(N_ROWS, dtype=np.int32)
-    for layer in range(len(SHAPES)):
-        k, v = read(store, layer, slots)
-        np.testing.assert_array_equal(k.astype(jnp.float32), kv[0][layer])
-        np.testing.assert_array_equal(v.astype(jnp.float32), kv[1][layer])
+    for layer, found in enumerate(read(store, slots)):
+        for x, side in zip(found, kv, strict=True):
+            np.testing.assert_array_equal(np.asarray(x).astype(np.float32), side[layer])
 
 
 def test_arrays_of_an_empty_store_share_no_memory():
@@ -104,11 +103,11 @@ def test_writes_replace_their_rows_and_no_other(data, types):
 
 def test_padding_reads_as_zero():
     store, kv = filled(np.random.default_rng(0))
-    k, v = kv_store.read_kv(store, 1, np.array([5, N_ROWS, 103, 10**6], np.int32))
+    k, v = map(np.asarray, read(store, np.array([5, N_ROWS, 103, 10**6], np.int32))[1])
     for got, want in ((k, kv[0][1]), (v, kv[1][1])):
         np.testing.assert_array_equal(got[0], want[5])
         np.testing.assert_array_equal(got[2], want[103])
-        assert not np.asarray(got)[[1, 3]].any()
+        assert not got[[1, 3]].any()
 
 
 @pytest.mark.parametrize("kind", ["bf16", "f16"])
@@ -118,11 +117,12 @@ def test_half_precision_rounds_to_nearest(kind):
     x = np.float32(1) + step * np.arange(N_ROWS, dtype=np.float32)
     k = [np.broadcast_to(x[:, None, None], (N_ROWS, *s)).astype(np.float32) for s in SHAPES]
     store = write(empty(kind, kind), np.arange(N_ROWS, dtype=np.int32), k, k)
-    rounded = np.asarray(jnp.asarray(x).astype(FLOAT_DTYPES[kind]).astype(jnp.float32))
+    rounded = x.astype(FLOAT_DTYPES[kind]).astype(np.float32)
     assert (rounded != x).any()
     # Block 3 has rows 24 to 31, as the last axis of K and the one before of V.
-    np.testing.assert_array_equal(decode(store.k[0][3, 1, 2], -1), rounded[24:32])
-    np.testing.assert_array_equal(decode(store.v[1][3, 0, :, 2], -1), rounded[24:32])
+    k, v = np.asarray(decoded(store.k[0], -2)), np.asarray(decoded(store.v[1], -1))
+    np.testing.assert_array_equal(k[3, 1, 2], rounded[24:32])
+    np.testing.assert_array_equal(v[3, 0, :, 2], rounded[24:32])
 
 
 def moved(store, src, dst, n_moves, size):

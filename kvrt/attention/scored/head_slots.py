@@ -6,6 +6,7 @@ shares states does the same to it.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -176,6 +177,7 @@ def _moved(
     return jnp.take_along_axis(now, chosen, axis=1)
 
 
+@functools.partial(jax.jit, static_argnames="n")
 def resized(slots: HeadSlots, n: int) -> HeadSlots:
     """The slots with n of them a head: free ones more or fewer."""
 

@@ -1,6 +1,7 @@
 """The slots of a layer whose kv heads keep tokens by score: how many, and who chooses."""
 
 import dataclasses
+import functools
 
 import jax
 
@@ -66,5 +67,9 @@ def empty_slots(spec: SlotSpec) -> HeadSlots:
 
 def slots_of(spec: SlotSpec, arrays: tuple[AnyArray, ...]) -> HeadSlots:
     """Slots of the arrays of a state."""
-    tree = jax.tree.structure(jax.eval_shape(lambda: empty_slots(spec)))
-    return jax.tree.unflatten(tree, arrays)
+    return jax.tree.unflatten(_structure(spec), arrays)
+
+
+@functools.cache
+def _structure(spec: SlotSpec) -> jax.tree_util.PyTreeDef:
+    return jax.tree.structure(jax.eval_shape(lambda: empty_slots(spec)))

@@ -14,19 +14,26 @@ from kvrt.cells import mask
 from kvrt.store.codec import decode
 from kvrt.store.per_channel import PerChannel
 
+# Makes of what `attend` is going to be given something to look at.
+Tap = Callable[[AttendArgs], Array]
+
 
 class TappedAttend:
-    """The `Attend` of a step that shows what its layers are given; readers of others show none."""
+    """The `Attend` of a step that shows what its layers are given; readers of others show none.
 
-    def __init__(self, of_step: StepAttention, see: Callable[[int, AttendArgs], None]):
-        """Calls `see` with each layer and what `attend` is going to be given."""
-        self._of_step, self._see = of_step, see
+    `seen` is by layer what the tap makes of it.
+    """
+
+    def __init__(self, of_step: StepAttention, tap: Tap):
+        """Nothing is seen yet."""
+        self._of_step, self._tap, self.seen = of_step, tap, dict[int, Array]()
 
     def __call__(self, layer: int, q: Array, k: Any, v: Any, *, sinks: Any = None) -> Array:
         """As of the step, shown before."""
         here = self._of_step.layers[layer]
         if here.read is None and k is not None and v is not None:
-            self._see(layer, self._of_step.arguments(here, here.parts[0], q, k, v, sinks))
+            args = self._of_step.arguments(here, here.parts[0], q, k, v, sinks)
+            self.seen[layer] = self._tap(args)
         return self._of_step(layer, q, k, v, sinks=sinks)
 
     def produce(self, layer: int, k: Array, v: Any) -> None:

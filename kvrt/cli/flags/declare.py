@@ -4,6 +4,7 @@ A command has one such dataclass, made of groups of flags that several commands 
 """
 
 import dataclasses
+import functools
 import math
 import typing
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -122,7 +123,8 @@ class Options:
         return self
 
 
-def flags_of(options: type[Options]) -> list[Flag]:
+@functools.cache
+def flags_of(options: type[Options]) -> tuple[Flag, ...]:
     """All flags and places of a command, in the order of the help."""
     fields = [f for f in dataclasses.fields(options) if _KEY in f.metadata]
-    return [dataclasses.replace(f.metadata[_KEY], name=f.name, type=f.type) for f in fields]
+    return tuple(dataclasses.replace(f.metadata[_KEY], name=f.name, type=f.type) for f in fields)

@@ -41,7 +41,7 @@ def parse_flags(args: Sequence[str], command: Command = RUN) -> Any:
       HelpWanted: help is asked for.
       UsageError: an unknown flag, a value outside its range, or flags that contradict each other.
     """
-    values = _define(command)
+    values = _define(command, args)
     try:
         words = values(["kvrt", *args])[1:]
         chosen: dict[str, Any] = {name: values[name].value for name in command.given_by_name()}
@@ -59,13 +59,19 @@ def parse_flags(args: Sequence[str], command: Command = RUN) -> Any:
     except (flags.Error, UsageError, ValueError) as error:
         raise UsageError(f"{error}; {_see(command)}") from error
     for old, new in OLD_NAMES.get(command.name, {}).items():
-        if any(values[x].present for x in _spellings([old], switch=values[new].boolean)):
+        spellings = _spellings([old], switch=values[new].boolean)
+        if any(x in values and values[x].present for x in spellings):
             output.warn(f"--{old} is now --{new}")
     return options
 
 
-def _define(command: Command) -> flags.FlagValues:
-    """The flags of a command, under each of their names."""
+def _define(command: Command, args: Sequence[str]) -> flags.FlagValues:
+    """The flags of a command, by their names and by what else the arguments call them.
+
+    absl makes a class for each alias, and a command has over a hundred.
+    """
+    words = {word.lstrip("-").partition("=")[0] for word in args}
+    words |= {word.removeprefix("no") for word in words}
     values = _Values()
     values.set_gnu_getopt(True)  # flags may stand behind places
     values["help"], values["help_all"] = _Help("help"), _Help("help_all")
@@ -81,7 +87,7 @@ def _define(command: Command) -> flags.FlagValues:
             _parser(flag), _PLAIN, flag.name, default, flag.help, boolean=switch
         )
         names = [*flag.names, *(name for name, new in old.items() if new == flag.name)]
-        for name in _spellings(names, switch=switch) - {flag.name}:
+        for name in words & _spellings(names, switch=switch) - {flag.name}:
             flags.DEFINE_alias(name, flag.name, flag_values=values)
     return values
 

@@ -2,21 +2,28 @@
 
 Each run attends to old cells and to the step's own tokens and then writes its arrays, which it is
 given by donation. Cells change before the first run (those of blocks that are given out anew) and
-after the last.
+after the last. Where tokens may be refused runs write nothing: they give what they keep, and others
+write of it what stays.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
-from kvrt.arrays import Array, Float, Int32, state
+from kvrt.arrays import Array, Bool, Float, Int32, state
+from kvrt.attention.contract import Attend
+from kvrt.attention.scored.step import ScoredStep
+from kvrt.attention.scored.tapped import TappedAttend
+from kvrt.attention.step_attention import StepAttention
 from kvrt.cells import Cells
 from kvrt.errors import BadConfig
 from kvrt.program import step
-from kvrt.program.batch import Batch
-from kvrt.program.layers.runs import LayerRun, LayersPart, layer_runs, layers_part
+from kvrt.program.batch import Batch, without_fresh
+from kvrt.program.layers.runs import LayerRun, LayersPart, layer_runs, layers_part, split_runs
 from kvrt.program.programs import ModelKind, Program, Programs, TracedParams
 from kvrt.program.step import Cache, StepSpec
 from kvrt.store import kv as kv_store
@@ -37,11 +44,30 @@ class Stream:
       own: by layer what later layers read of its keys and values of the step, before their
         rotation.
       late: keys and values that are written when no later layer reads their arrays any more.
+      seen: by layer, what `TracedLayers.look` gives; a program counts from its first layer.
     """
 
     x: Any
     own: dict[int, Any]
     late: dict[int, Any]
+    seen: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+
+@state
+class Unwritten:
+    """What layers keep of a step's tokens, by layer, before it is written.
+
+    Attributes:
+      k: keys, as they are stored but for the KV dtype.
+      v: values, likewise.
+      states: of recurrent layers, after each token.
+      n_nan: scores that were NaN, by token.
+    """
+
+    k: dict[int, Any]
+    v: dict[int, Any]
+    states: dict[int, Any] = dataclasses.field(default_factory=dict)
+    n_nan: dict[int, Any] = dataclasses.field(default_factory=dict)
 
 
 class Fixed(NamedTuple):
@@ -54,15 +80,30 @@ class Fixed(NamedTuple):
 
 
 class TracedLayers(NamedTuple):
-    """Layers [first, last) of a program, and whether they run over `batch.out_ids` alone."""
+    """Layers [first, last) of a program, and whether they run over `batch.out_ids` alone.
+
+    `look` is what is wanted of them besides, see `layers` and `tapped_layers`.
+    """
 
     first: int
     last: int
     is_narrow: bool
+    look: Callable | None = None
+
+
+class Passed(NamedTuple):
+    """The stream behind some runs, whether it is narrow, and what `unwritten_layers` gave."""
+
+    stream: Stream
+    is_narrow: bool
+    kept: list[Unwritten]
 
 
 class StepByLayer:
-    """The programs of a step, and how they follow one another."""
+    """The programs of a step, and how they follow one another.
+
+    `kind` is that of the model, `exit` the first layer from which on none keeps anything.
+    """
 
     def __init__(self, programs: Programs | TracedParams, n_each: int | None = None):
         """Divides the layers into runs, see `layer_runs`; compiles nothing.
@@ -70,7 +111,7 @@ class StepByLayer:
         Raises:
           BadConfig: the model tells of more or fewer layers than its groups have.
         """
-        self._programs, params = programs, programs.kind.layers
+        self._programs, self.kind, params = programs, programs.kind, programs.kind.layers
         assert params is not None, "the model does not tell its layers apart"
         layout, select = programs.spec.layout, programs.spec.config.select
         if len(params.kinds) != layout.n_layers:
@@ -78,74 +119,153 @@ class StepByLayer:
                 f"layer_kinds() has {len(params.kinds)} layers, and groups and recurrent have "
                 f"{layout.n_layers}; name each layer once, or run it with programs='whole'"
             )
-        self.runs = layer_runs(layout, params.kinds, select, n_each)
-        self._exit = layout.exit_layer
+        self.runs, self.exit = layer_runs(layout, params.kinds, select, n_each), layout.exit_layer
+        self._layout, self._kinds, self._select = layout, params.kinds, select
+        self._split: dict[int, tuple[tuple[LayerRun, ...], tuple[LayerRun, ...]]] = {}
         late = [x for run in self.runs for x in run.part.late]
-        self._late = [(x, layers_part(layout, x, x + 1)) for x in late]
+        self._late = {x: layers_part(layout, x, x + 1) for x in late}
 
-    def rows(self, call: Call, arrays: "Arrays", batch: Batch) -> Any:
+    @property
+    def rest(self) -> tuple:
+        """Parameters of no layer."""
+        return self._programs.rest
+
+    def split(self, at: int) -> tuple[tuple[LayerRun, ...], tuple[LayerRun, ...]]:
+        """The runs of the layers before one, and of the others."""
+        if at not in self._split:
+            found = split_runs(self.runs, at, self._layout, self._kinds, self._select)
+            self._split[at] = found
+        return self._split[at]
+
+    def rows(self, arrays: "Arrays", batch: Batch) -> Any:
         """Runs the layers over a batch.
 
         Args:
-          call: what runs a program, or begins it.
           arrays: of the cache, which get the step's tokens; or shapes.
           batch: the step's tokens.
 
         Returns:
           The residual stream of `batch.out_ids`, or its shape. `[R, E]`
         """
-        kind, rest = self._programs.kind, self._programs.rest
-        args = arrays.cells, rest, batch
-        x, arrays.cells, batch = call(Program(embed_step, (kind,), args, donate=(0,), n_known=2))
-        stream, n_rows = Stream(x=x, own={}, late={}), batch.out_ids.shape[0]
+        x, batch = self.embed(arrays, batch)
+        return self.finish(arrays, batch, self.run(arrays, batch, x, self.runs))
+
+    def embed(self, arrays: "Arrays", batch: Batch) -> tuple[Any, Batch]:
+        """The residual stream before the first layer, and the batch for what follows."""
+        args = arrays.cells, self.rest, batch
+        wanted = Program(embed_step, (self.kind,), args, donate=(0,), n_known=2)
+        x, arrays.cells, batch = arrays.call(wanted)
+        return x, batch
+
+    def finish(self, arrays: "Arrays", batch: Batch, passed: Passed) -> Any:
+        """The stream of `batch.out_ids` behind the last layer; cells get the step's tokens."""
+        static, args = (self.kind, passed.is_narrow), (arrays.cells, batch, passed.stream.x)
+        wanted = Program(finish_step, static, args, donate=(0,), n_known=1)
+        rows, arrays.cells = arrays.call(wanted)
+        return rows
+
+    def run(
+        self,
+        arrays: "Arrays",
+        batch: Batch,
+        x: Any,
+        runs: Sequence[LayerRun],
+        program: Callable | None = None,
+        look: Callable | None = None,
+    ) -> Passed:
+        """Runs some layers over a stream, those that keep nothing over `batch.out_ids` alone.
+
+        Args:
+          arrays: of the cache; or shapes.
+          batch: the step's tokens.
+          x: the stream before these layers.
+          runs: of consecutive layers.
+          program: `unwritten_layers` or `tapped_layers`; None is `layers`, which write.
+          look: what is wanted besides: of `tapped_layers` each, of others the last one alone.
+        """
+        stream, kept, n_rows = Stream(x=x, own={}, late={}), list[Unwritten](), batch.out_ids.size
         # All go on where the logits of all are wanted, or all layers keep something.
-        narrows = self._exit < self.runs[-1].last and n_rows < batch.tokens.shape[0]
-        for run in self.runs:
-            is_narrow = narrows and run.first >= self._exit
+        narrows = self.exit < runs[-1].last and n_rows < batch.tokens.size
+        for run in runs:
+            is_narrow = narrows and run.first >= self.exit
             if is_narrow and n_rows == 0:
                 break
-            if is_narrow and run.first == self._exit:
-                x = call(Program(take_rows, (), (stream.x, batch.out_ids)))
+            if is_narrow and run.first == self.exit:
+                x = arrays.call(Program(take_rows, (), (stream.x, batch.out_ids)))
                 stream = dataclasses.replace(stream, x=x)
-            stream = self._layers(call, arrays, batch, run, stream, is_narrow=is_narrow)
-        for layer, part in self._late:
-            args = *arrays.of(part, ()), _places(batch, part), stream.late[layer]
-            arrays.put(part, call(Program(write_late, (kind, layer), args, donate=(0,), n_known=2)))
-        args = arrays.cells, batch, stream.x
-        wanted = Program(finish_step, (kind, narrows), args, donate=(0,), n_known=1)
-        rows, arrays.cells = call(wanted)
-        return rows
+            looks = program is tapped_layers or run is runs[-1]
+            traced = TracedLayers(*run.traced, is_narrow, look if looks else None)
+            stream, given = self._layers(arrays, batch, run, stream, (program or layers, traced))
+            if program is None:
+                arrays.put(run.part, given)
+            else:
+                kept.append(given)
+        for layer, (k, v) in stream.late.items():
+            new = Unwritten(k={layer: k}, v={layer: v})
+            self._write(arrays, batch, self._late[layer], (layer, layer + 1), new)
+        return Passed(stream, narrows, kept)
+
+    def write(
+        self,
+        arrays: "Arrays",
+        batch: Batch,
+        runs: Sequence[LayerRun],
+        kept: Sequence[Unwritten],
+        stays: Any,
+    ) -> None:
+        """Writes what `unwritten_layers` gave of the tokens that stay."""
+        for run, new in zip(runs, kept, strict=False):
+            if run.first < self.exit:
+                self._write(arrays, batch, run.part, run.traced, new, stays)
+
+    def _write(
+        self,
+        arrays: "Arrays",
+        batch: Batch,
+        part: LayersPart,
+        traced: tuple[int, int],
+        new: Unwritten,
+        stays: Any = None,
+    ) -> None:
+        args = *arrays.of(part, ()), _places(batch, part), new, stays
+        wanted = Program(write_layers, (self.kind, traced), args, donate=(0,), n_known=2)
+        arrays.put(part, arrays.call(wanted))
 
     def _layers(
         self,
-        call: Call,
         arrays: "Arrays",
         batch: Batch,
         run: LayerRun,
         stream: Stream,
-        *,
-        is_narrow: bool,
-    ) -> Stream:
+        how: tuple[Callable, TracedLayers],
+    ) -> tuple[Stream, Any]:
         """Runs some layers over a stream, which may be narrowed to the wanted tokens."""
-        part = run.part
+        part, (program, traced) = run.part, how
         params = self._programs.params_of(run.first, run.last)
         mine = Stream(x=stream.x, own={i: stream.own[i] for i in part.reads}, late={})
-        args = *arrays.of(part, params), _places(batch, part), mine
-        how = TracedLayers(*run.traced, is_narrow)
-        wanted = Program(layers, (self._programs.kind, how), args, donate=(0,), n_known=2)
-        given, written = call(wanted)
-        arrays.put(part, written)
+        mine_of = _places(batch, part, batch.out_ids if traced.is_narrow else None)
+        args, donate = (*arrays.of(part, params), mine_of, mine), (0,) * (program is layers)
+        given, result = arrays.call(Program(program, (self.kind, traced), args, donate, n_known=2))
         # Named by the layers that the program is traced for.
-        own, late = (dict(zip(part.late, x.values(), strict=True)) for x in (given.own, given.late))
-        return Stream(x=given.x, own=stream.own | own, late=stream.late | late)
+        own = dict(zip(part.late, given.own.values(), strict=True))
+        late = dict(zip(part.late, given.late.values(), strict=False))
+        return Stream(
+            x=given.x,
+            own=stream.own | own,
+            late=stream.late | late,
+            seen=stream.seen | {run.first + i: x for i, x in given.seen.items()},
+        ), result
 
 
 class Arrays:
-    """A cache's arrays during a step; results of a program replace the arrays that it was given."""
+    """A cache's arrays during a step; results of a program replace the arrays that it was given.
 
-    def __init__(self, cache: Cache):
+    `call` runs the programs of the step, or begins them.
+    """
+
+    def __init__(self, cache: Cache, call: Call):
         """Takes a cache apart."""
-        self._cache, self.cells = cache, cache.cells
+        self._cache, self.cells, self.call = cache, cache.cells, call
         self._k = [list(x.k) for x in cache.stores]
         self._v = [list(x.v) for x in cache.stores]
         self._labels = [list(x) for x in cache.labels or ()]
@@ -200,9 +320,9 @@ class Arrays:
         return tuple(_of(self._labels[i], x) for i, x in which)
 
 
-def _places(batch: Batch, part: LayersPart) -> Batch:
-    """A batch as some groups see it."""
-    return dataclasses.replace(batch, places=_of(batch.places, part.groups))
+def _places(batch: Batch, part: LayersPart, out_ids: Any = None) -> Batch:
+    """A batch as some groups see it; outputs are wanted of few layers."""
+    return dataclasses.replace(batch, places=_of(batch.places, part.groups), out_ids=out_ids)
 
 
 def _of(values: Sequence, which: Sequence[int]) -> tuple:
@@ -214,6 +334,19 @@ def _set(values: list, which: Sequence[int], new: Sequence) -> None:
         values[i] = x
 
 
+def call_traced(program: Program) -> Any:
+    """The results of a program within one that is traced: equal ones are traced and lowered once.
+
+    XLA inlines them.
+    """
+    return _jitted(program.run, len(program.static))(*program.static, *program.args)
+
+
+@functools.cache
+def _jitted(run: Callable, n_static: int) -> jax.stages.Wrapped:
+    return jax.jit(run, static_argnums=tuple(range(n_static)))
+
+
 # --- programs ----------------------------------------------------------------------------------
 
 
@@ -222,7 +355,7 @@ def embed_step(
 ) -> tuple[Float[Array, "T E"], tuple[Cells, ...], Batch]:
     """The residual stream before the first layer; cells and batch for what follows."""
     x = kind.outer(rest).embed(step.step_tokens(batch, kind.spec))
-    return x, step.vacated(cells, batch, kind.spec), batch
+    return x, step.vacated(cells, batch, kind.spec), without_fresh(batch)
 
 
 def layers(
@@ -237,7 +370,8 @@ def layers(
 
     Args:
       kind: of the model and the cache.
-      how: which layers.
+      how: which layers; its `look` is called with their attention, the last layer, the batch and
+        the spec of these layers, when they have run.
       held: arrays that they write; donated.
       fixed: what they read.
       batch: the step's tokens, with places of the groups that the layers are of.
@@ -246,35 +380,75 @@ def layers(
     Returns:
       What these layers give others, and their arrays.
     """
-    part = layers_part(kind.spec.layout, how.first, how.last)
-    spec = dataclasses.replace(kind.spec, layout=part.layout)
-    cache = _joined(held, fixed)
-    attention = step.opened(cache, batch, spec)
-    attention.own.update(stream.own)
-    attend = attention.for_tokens(jnp.asarray(batch.out_ids)) if how.is_narrow else attention
-    model = kind.inner(fixed.params, range(how.first, how.last))
-    x = model.layers(stream.x, attend, how.first, how.last)
+    part, spec, cache = _some_layers(kind, how, held, fixed)
+    attention = _opened(cache, batch, spec, stream)
+    x = _passed(kind, how, fixed, batch, stream.x, attention)
+    last = how.last - 1
+    seen = {last - how.first: how.look(attention, last, batch, spec)} if how.look else {}
     late = {i: (attention.k_new.pop(i), attention.v_new.pop(i)) for i in part.late}
     own = {i: attention.own[i] for i in part.late}
     written = _written(cache, attention, batch, spec, x)
-    return Stream(x=x, own=own, late=late), _parted(written, part)
+    return Stream(x=x, own=own, late=late, seen=seen), _parted(written, part)
 
 
-def write_late(
+def unwritten_layers(
     kind: ModelKind,
-    layer: int,
+    how: TracedLayers,
     held: Cache,
     fixed: Fixed,
     batch: Batch,
-    new: tuple[Array, Array],
+    stream: Stream,
+) -> tuple[Stream, Unwritten]:
+    """As `layers`, of tokens that may be refused: what they keep is for `write_layers`."""
+    part, spec, cache = _some_layers(kind, how, held, fixed)
+    attention = _opened(cache, batch, spec, stream)
+    attention.one_by_one()
+    x = _passed(kind, how, fixed, batch, stream.x, attention)
+    own = {i: attention.own[i] for i in part.late}
+    n_nan = attention.n_nan if isinstance(attention, ScoredStep) else {}
+    k, v, states = attention.k_new, attention.v_new, attention.apart or {}
+    return Stream(x=x, own=own, late={}), Unwritten(k=k, v=v, states=states, n_nan=n_nan)
+
+
+def tapped_layers(
+    kind: ModelKind,
+    how: TracedLayers,
+    held: Cache,
+    fixed: Fixed,
+    batch: Batch,
+    stream: Stream,
+) -> tuple[Stream, None]:
+    """As `layers`, of which nothing is written: `how.look` sees what each layer compares."""
+    part, spec, cache = _some_layers(kind, how, held, fixed)
+    cells = step.emptied(cache.cells, batch, spec)
+    attention = _opened(dataclasses.replace(cache, cells=cells), batch, spec, stream)
+    assert how.look is not None, "who taps layers says what for"
+    tapped = TappedAttend(attention, how.look)
+    x = _passed(kind, how, fixed, batch, stream.x, tapped)
+    own = {i: attention.own[i] for i in part.late}
+    seen = {i - how.first: x for i, x in tapped.seen.items()}
+    return Stream(x=x, own=own, late={}, seen=seen), None
+
+
+def write_layers(
+    kind: ModelKind,
+    traced: tuple[int, int],
+    held: Cache,
+    fixed: Fixed,
+    batch: Batch,
+    new: Unwritten,
+    stays: Bool[Array, " T"] | None,
 ) -> Cache:
-    """The arrays of a layer with its keys and values of the step's tokens; they are donated."""
-    part = layers_part(kind.spec.layout, layer, layer + 1)
-    spec = dataclasses.replace(kind.spec, layout=part.layout)
-    cache = _joined(held, fixed)
+    """The arrays of some layers, donated, with what they keep of tokens that stay; None is all."""
+    part, spec, cache = _some_layers(kind, TracedLayers(*traced, False), held, fixed)
     attention = step.opened(cache, batch, spec)
-    attention.k_new[layer], attention.v_new[layer] = new
-    return _parted(_written(cache, attention, batch, spec, new[0]), part)
+    attention.k_new, attention.v_new, attention.apart = new.k, new.v, new.states
+    if isinstance(attention, ScoredStep):
+        attention.n_nan = new.n_nan
+    if stays is not None:
+        attention.keep(stays)
+    # Nothing here reads what is written.
+    return _parted(_written(cache, attention, batch, spec, jnp.zeros(())), part)
 
 
 def take_rows(x: Float[Array, "T E"], ids: Int32[Array, " R"]) -> Float[Array, "R E"]:
@@ -296,6 +470,30 @@ def finish_step(
     elif not is_done:
         x = x[ids]
     return x, step.place_step(cells, batch, kind.spec)
+
+
+def _some_layers(
+    kind: ModelKind, how: TracedLayers, held: Cache, fixed: Fixed
+) -> tuple[LayersPart, StepSpec, Cache]:
+    """Where some layers find their arrays; spec and cache of these layers."""
+    part = layers_part(kind.spec.layout, how.first, how.last)
+    return part, dataclasses.replace(kind.spec, layout=part.layout), _joined(held, fixed)
+
+
+def _opened(cache: Cache, batch: Batch, spec: StepSpec, stream: Stream) -> StepAttention:
+    """The attention of some layers, behind those that gave a stream."""
+    attention = step.opened(cache, batch, spec)
+    attention.own.update(stream.own)
+    return attention
+
+
+def _passed(
+    kind: ModelKind, how: TracedLayers, fixed: Fixed, batch: Batch, x: Array, attend: Attend
+) -> Float[Array, "N E"]:
+    """A stream behind some layers."""
+    attend = attend.for_tokens(jnp.asarray(batch.out_ids)) if how.is_narrow else attend
+    model = kind.inner(fixed.params, range(how.first, how.last))
+    return model.layers(x, attend, how.first, how.last)
 
 
 def _joined(held: Cache, fixed: Fixed) -> Cache:
@@ -324,6 +522,7 @@ def _parted(cache: Cache, part: LayersPart) -> Cache:
 
 def _written(cache: Cache, attention: Any, batch: Batch, spec: StepSpec, done: Array) -> Cache:
     """The arrays with what the layers keep; labels follow from cells as the step leaves them."""
-    cells = step.place_step(cache.cells, batch, spec) if spec.config.select else cache.cells
-    cache = dataclasses.replace(cache, cells=cells)
+    if spec.config.select:
+        cells = step.place_step(cache.cells, batch, spec, attention.kept)
+        cache = dataclasses.replace(cache, cells=cells)
     return step.write_step(cache, attention, batch, spec, done.astype(jnp.float32))

@@ -161,14 +161,7 @@ def layer_runs(
 
     def made(n: int) -> tuple[LayerRun, ...]:
         cuts = [*range(0, end, n), *range(end, len(kinds), n), len(kinds)]
-        runs: list[LayerRun] = []
-        firsts: dict[Hashable, int] = {}
-        for first, last in itertools.pairwise(cuts):
-            part = layers_part(layout, first, last)
-            kind = _kind(part, kinds[first:last], first, select)
-            like = firsts.setdefault(kind, first)
-            runs.append(LayerRun(first=first, last=last, like=like, part=part))
-        return tuple(runs)
+        return _made(cuts, layout, kinds, select, {})
 
     def cost(runs: tuple[LayerRun, ...]) -> int:
         return len(runs) + sum(x.last - x.first for x in runs if x.like == x.first)
@@ -176,6 +169,46 @@ def layer_runs(
     if n_each is not None:
         return made(n_each)
     return min((made(n) for n in _lengths(len(kinds))), key=cost)
+
+
+def split_runs(
+    runs: Sequence[LayerRun],
+    at: int,
+    layout: Layout,
+    kinds: Sequence[Hashable],
+    select: Select | None,
+) -> tuple[tuple[LayerRun, ...], tuple[LayerRun, ...]]:
+    """Runs before a layer, and from it on; all but the one that is cut have the programs of `runs`.
+
+    Args:
+      runs: of all layers.
+      at: the layer.
+      layout: as in `layer_runs`.
+      kinds: likewise.
+      select: likewise.
+    """
+    likes: dict[Hashable, int] = {
+        _kind(x.part, kinds[x.first : x.last], x.first, select): x.like for x in runs
+    }
+    cuts = sorted({at, *(x.first for x in runs), len(kinds)})
+    found = _made(cuts, layout, kinds, select, likes)
+    return tuple(x for x in found if x.last <= at), tuple(x for x in found if x.first >= at)
+
+
+def _made(
+    cuts: Sequence[int],
+    layout: Layout,
+    kinds: Sequence[Hashable],
+    select: Select | None,
+    likes: dict[Hashable, int],
+) -> tuple[LayerRun, ...]:
+    """Runs between some layers; `likes` has and gets by kind the first layer that is traced."""
+    runs: list[LayerRun] = []
+    for first, last in itertools.pairwise(cuts):
+        part = layers_part(layout, first, last)
+        like = likes.setdefault(_kind(part, kinds[first:last], first, select), first)
+        runs.append(LayerRun(first=first, last=last, like=like, part=part))
+    return tuple(runs)
 
 
 def _lengths(n_layers: int) -> Iterable[int]:

@@ -18,14 +18,12 @@ from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
 from kvrt.attention.contract import LayeredDecoder
-from kvrt.attention.step_attention import StepAttention
-from kvrt.cells import vacate
+from kvrt.attention.step_attention import NOWHERE, StepAttention
 from kvrt.config import GroupSpec
 from kvrt.errors import BadConfig
 from kvrt.program import sample
 from kvrt.program import step as steps
-from kvrt.program.batch import Batch
-from kvrt.program.layer_range import in_parts, in_place
+from kvrt.program.batch import Batch, without_fresh
 from kvrt.program.programs import ModelKind, Program, Programs
 from kvrt.program.rounds.round import (
     NO_DRAFT,
@@ -42,7 +40,7 @@ from kvrt.program.step import Cache, StepSpec
 
 
 @state
-class _Drafting:
+class Drafting:
     """Token i of each round that goes on is next; the stream that was kept of the step's tokens."""
 
     i: Int32[Array, ""]
@@ -50,7 +48,6 @@ class _Drafting:
     tokens: Int32[Array, " T"]
     drafts: Int32[Array, "D K"]
     stream: Float[Array, "T E"]
-    cache: Cache
     sampler: Sampler
 
 
@@ -82,7 +79,7 @@ def check_exit(programs: Programs, exit_layer: int) -> None:
             "that separates no layer from the one that it reads"
         )
     token = jax.ShapeDtypeStruct((1,), np.int32)
-    jax.eval_shape(lambda p, t: in_parts(programs.kind.model(p)).embed(t), programs.params, token)
+    jax.eval_shape(lambda p, t: programs.kind.in_parts(p).embed(t), programs.params, token)
 
 
 def _across(group: GroupSpec, exit_layer: int) -> list[tuple[int, int]]:
@@ -109,66 +106,130 @@ def draft_and_verify(
     Returns:
       What was sampled, and the cache with the step's tokens, but for drafts that do not stay.
     """
-    step, cache = _with_fresh_blocks(step, cache, where[0])
-    drafted = _draft(model, cache, step, where)
-    return _verify(model, drafted, step, where, n_best)
+    spec, exit_layer = where
+    # Blocks that the step begins are emptied once, before its first layers write there.
+    cache = dataclasses.replace(cache, cells=steps.vacated(cache.cells, step.batch, spec))
+    step = dataclasses.replace(step, batch=without_fresh(step.batch))
+    drafting, cache = _draft(model, cache, step, where)
+    made, n_layers = to_verify(drafting, step), spec.layout.n_layers
 
+    def run(_: Array, attend: StepAttention) -> tuple[Array, Verified]:
+        attend.one_by_one()
+        x = model.layers(drafting.stream, attend, exit_layer, n_layers)
+        logits = model.head(x[jnp.asarray(made.batch.out_ids)]).astype(jnp.float32)
+        verified, stays = accept(logits, made, n_best)
+        attend.keep(stays)
+        return logits, verified
 
-def _with_fresh_blocks(step: RoundStep, cache: Cache, spec: StepSpec) -> tuple[RoundStep, Cache]:
-    """Blocks that the step begins are emptied once, before its first layers write there."""
-    layout, cells, places = spec.layout, list(cache.cells), []
-    for i, of_group in zip(layout.store_of, step.batch.places, strict=True):
-        if of_group.fresh is not None:
-            cells[i] = vacate(cells[i], of_group.fresh, layout.stores[i].extent.block_size)
-        places.append(dataclasses.replace(of_group, fresh=None))
-    batch = dataclasses.replace(step.batch, places=tuple(places))
-    after = dataclasses.replace(cache, cells=tuple(cells))
-    return dataclasses.replace(step, batch=batch), after
+    # Layers behind the exit have cached nothing of these tokens.
+    (_, verified), cache = steps.in_place(run, cache, made.batch, spec)
+    return verified, cache
 
 
 def _draft(
     model: LayeredDecoder, cache: Cache, step: RoundStep, where: tuple[StepSpec, int]
-) -> _Drafting:
+) -> tuple[Drafting, Cache]:
     """Single tokens go through the first layers, then rounds, a token of each at a time."""
+    spec, exit_layer = where
+
+    def first_layers(batch: Batch, cache: Cache) -> tuple[Float[Array, "T E"], Cache]:
+        """The residual stream of tokens behind the first layers, where they are cached."""
+
+        def run(tokens: Array, attend: StepAttention) -> tuple[Array, Array]:
+            x = model.layers(model.embed(tokens), attend, 0, exit_layer)
+            return x.astype(jnp.float32), x
+
+        (_, x), cache = steps.step(run, cache, batch, spec)
+        return x, cache
+
+    def one(carry: tuple[Drafting, Cache]) -> tuple[Drafting, Cache]:
+        drafting, cache = carry
+        x, cache = first_layers(next_tokens(drafting, step), cache)
+        return drafted(model, drafting, x, step), cache
+
+    drafting, single = begun(model, step)
+    if single is not None:
+        x, cache = first_layers(single, cache)
+        drafting = with_singles(drafting, x)
+    return lax.while_loop(lambda carry: jnp.any(carry[0].going), one, (drafting, cache))
+
+
+def n_drafting(step: RoundStep, how: RoundSpec) -> int:
+    """How often the first layers run over a token of each round, at most; of a step on the host."""
+    if how.exit_layer is None:
+        return 0
+    return 1 + int(np.max(np.sum(np.asarray(step.rounds.drafts) != NO_DRAFT, axis=1)))
+
+
+def begun(model: LayeredDecoder, step: RoundStep) -> tuple[Drafting, Batch | None]:
+    """Rounds before their newest token, and the tokens of a step that are of none, if any."""
     batch, rounds = step.batch, step.rounds
-    (n_rounds, n_drafts), n_tokens = rounds.drafts.shape, batch.tokens.shape[0]
-    at, tokens = jnp.asarray(rounds.at), jnp.asarray(batch.tokens)
+    tokens = jnp.asarray(batch.tokens)
     x = jax.eval_shape(model.embed, tokens)
-    stream = jnp.zeros(x.shape, x.dtype)
-    if n_single := n_tokens - at.size:
-        x, cache = _first_layers(model, cache, _single_tokens(batch, n_single), where)
-        stream = stream.at[:n_single].set(x)
-    first = _Drafting(
+    n_single = tokens.shape[0] - rounds.at.size
+    drafting = Drafting(
         i=jnp.int32(0),
         going=jnp.asarray(rounds.seq) < step.sampler.seed.shape[0],
         tokens=tokens,
-        drafts=jnp.full((n_rounds, n_drafts), NO_DRAFT, jnp.int32),
-        stream=stream,
-        cache=cache,
+        drafts=jnp.full(rounds.drafts.shape, NO_DRAFT, jnp.int32),
+        stream=jnp.zeros(x.shape, x.dtype),
         sampler=of_rounds(rounds, step.sampler),
     )
+    return drafting, _single_tokens(batch, n_single) if n_single else None
+
+
+def with_singles(drafting: Drafting, x: Float[Array, "N E"]) -> Drafting:
+    """Keeps the stream of tokens that are of no round; a step begins with them."""
+    return dataclasses.replace(drafting, stream=drafting.stream.at[: x.shape[0]].set(x))
+
+
+def next_tokens(drafting: Drafting, step: RoundStep) -> Batch:
+    """Token i of each round; padding where a round is over."""
+    batch, here = step.batch, _here(drafting, step)
+
+    def of(x: AnyArray, fill: int) -> Array:
+        return jnp.asarray(x).at[here].get(mode="fill", fill_value=fill)
+
+    places = (
+        dataclasses.replace(p, slots=of(p.slots, NOWHERE), seq_blocks=None) for p in batch.places
+    )
+    return Batch(
+        tokens=of(drafting.tokens, 0),
+        pos=of(batch.pos, -1),
+        seq_ids=of(batch.seq_ids, -1),
+        places=tuple(places),
+        out_ids=jnp.arange(here.shape[0], dtype=jnp.int32),
+    )
+
+
+def _here(drafting: Drafting, step: RoundStep) -> Int32[Array, " D"]:
+    """Where token i of each round stands in the step."""
+    at = jnp.asarray(step.rounds.at)
+    return jnp.where(drafting.going, at[:, drafting.i], step.batch.tokens.shape[0])
+
+
+def drafted(
+    model: LayeredDecoder, drafting: Drafting, x: Float[Array, "D E"], step: RoundStep
+) -> Drafting:
+    """Rounds after their token i, of which x is the stream behind the first layers."""
+    rounds, i, n_tokens = step.rounds, drafting.i, step.batch.tokens.shape[0]
+    here, at, n_drafts = _here(drafting, step), jnp.asarray(rounds.at), rounds.drafts.shape[1]
     wanted = jnp.pad(jnp.asarray(rounds.drafts) != NO_DRAFT, ((0, 0), (0, 1)))
-
-    def one(c: _Drafting) -> _Drafting:
-        here = jnp.where(c.going, at[:, c.i], n_tokens)
-        x, cache = _first_layers(model, c.cache, _at(batch, c.tokens, here), where)
-        going = c.going & wanted[:, c.i]
-        alone = recent_alone(c.sampler, rounds.last_n)
-        token, sampler = _sampled(model, x, alone, jnp.any(going))
-        ends = jnp.any(token[:, None] == jnp.asarray(rounds.stop_ids), axis=1)
-        going &= ~ends & (token != sample.NO_TOKEN)
-        there = jnp.where(going, at[:, jnp.minimum(c.i + 1, n_drafts)], n_tokens)
-        return _Drafting(
-            i=c.i + 1,
-            going=going,
-            tokens=c.tokens.at[there].set(token, mode="drop"),
-            drafts=c.drafts.at[:, c.i].set(jnp.where(going, token, NO_DRAFT), mode="drop"),
-            stream=c.stream.at[here].set(x, mode="drop"),
-            cache=cache,
-            sampler=sampler,
-        )
-
-    return lax.while_loop(lambda c: jnp.any(c.going), one, first)
+    going = drafting.going & wanted[:, i]
+    alone = recent_alone(drafting.sampler, rounds.last_n)
+    token, sampler = _sampled(model, x, alone, jnp.any(going))
+    ends = jnp.any(token[:, None] == jnp.asarray(rounds.stop_ids), axis=1)
+    going &= ~ends & (token != sample.NO_TOKEN)
+    there = jnp.where(going, at[:, jnp.minimum(i + 1, n_drafts)], n_tokens)
+    draft = jnp.where(going, token, NO_DRAFT)
+    return Drafting(
+        i=i + 1,
+        going=going,
+        tokens=drafting.tokens.at[there].set(token, mode="drop"),
+        drafts=drafting.drafts.at[:, i].set(draft, mode="drop"),
+        stream=drafting.stream.at[here].set(x, mode="drop"),
+        sampler=sampler,
+    )
 
 
 def _sampled(
@@ -183,52 +244,19 @@ def _sampled(
     )
 
 
-def _first_layers(
-    model: LayeredDecoder, cache: Cache, batch: Batch, where: tuple[StepSpec, int]
-) -> tuple[Float[Array, "T E"], Cache]:
-    """The residual stream of tokens behind the first layers, where they are cached."""
-    spec, exit_layer = where
-
-    def run(tokens: Array, attend: StepAttention) -> tuple[Array, Array]:
-        x = model.layers(model.embed(tokens), attend, 0, exit_layer)
-        attend.keep(jnp.asarray(batch.pos) >= 0)
-        return x.astype(jnp.float32), x
-
-    (_, x), cache = steps.step(run, cache, batch, spec)
-    return x, cache
-
-
-def _verify(
-    model: LayeredDecoder,
-    drafted: _Drafting,
-    step: RoundStep,
-    where: tuple[StepSpec, int],
-    n_best: int,
-) -> tuple[Verified, Cache]:
-    """The other layers over all tokens of the step; those that stay are cached."""
-    (spec, exit_layer), n_layers = where, where[0].layout.n_layers
-    # Of drafts that were wanted and not made there is nothing.
-    real = jnp.ones(drafted.tokens.shape, bool)
+def to_verify(drafting: Drafting, step: RoundStep) -> RoundStep:
+    """The step with the drafts that were made; of others that were wanted there is nothing."""
+    real = jnp.ones(drafting.tokens.shape, bool)
     at = jnp.asarray(step.rounds.at)[:, 1:]
-    real = real.at[at].set(drafted.drafts != NO_DRAFT, mode="drop")
+    real = real.at[at].set(drafting.drafts != NO_DRAFT, mode="drop")
     batch = dataclasses.replace(
         step.batch,
-        tokens=drafted.tokens,
+        tokens=drafting.tokens,
         pos=jnp.where(real, jnp.asarray(step.batch.pos), -1),
         seq_ids=jnp.where(real, jnp.asarray(step.batch.seq_ids), -1),
     )
-    rounds = dataclasses.replace(step.rounds, drafts=drafted.drafts)
-    made = dataclasses.replace(step, batch=batch, rounds=rounds)
-
-    def run(_: Array, attend: StepAttention) -> tuple[Array, Verified]:
-        attend.one_by_one()
-        x = model.layers(drafted.stream, attend, exit_layer, n_layers)
-        logits = model.head(x[jnp.asarray(batch.out_ids)]).astype(jnp.float32)
-        return logits, accept(logits, made, attend, n_best)
-
-    # Layers behind the exit have cached nothing of these tokens.
-    (_, verified), cache = in_place(run, drafted.cache, batch, spec)
-    return verified, cache
+    rounds = dataclasses.replace(step.rounds, drafts=drafting.drafts)
+    return dataclasses.replace(step, batch=batch, rounds=rounds)
 
 
 def _single_tokens(batch: Batch, n: int) -> Batch:
@@ -239,23 +267,7 @@ def _single_tokens(batch: Batch, n: int) -> Batch:
         pos=jnp.asarray(batch.pos)[:n],
         seq_ids=jnp.asarray(batch.seq_ids)[:n],
         places=tuple(places),
-        out_ids=batch.out_ids,
-    )
-
-
-def _at(batch: Batch, tokens: Array, at: Int32[Array, " D"]) -> Batch:
-    """Some tokens of rounds; padding where there is none."""
-
-    def of(x: AnyArray, fill: int) -> Array:
-        return jnp.asarray(x).at[at].get(mode="fill", fill_value=fill)
-
-    places = (dataclasses.replace(p, slots=of(p.slots, 0), seq_blocks=None) for p in batch.places)
-    return Batch(
-        tokens=of(tokens, 0),
-        pos=of(batch.pos, -1),
-        seq_ids=of(batch.seq_ids, -1),
-        places=tuple(places),
-        out_ids=batch.out_ids,
+        out_ids=jnp.arange(n, dtype=jnp.int32),
     )
 
 
@@ -282,4 +294,4 @@ def layer_skip(
     """`draft_and_verify` as a program."""
     assert how.exit_layer is not None, "some layers draft"
     where = kind.spec, how.exit_layer
-    return draft_and_verify(in_parts(kind.model(params)), cache, step, where, how.n_best)
+    return draft_and_verify(kind.in_parts(params), cache, step, where, how.n_best)

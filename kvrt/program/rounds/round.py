@@ -141,16 +141,18 @@ def verify(
     def run(tokens: Array, attend: StepAttention) -> tuple[Array, Verified]:
         attend.one_by_one()
         logits = model(tokens, attend, step.batch.out_ids).astype(jnp.float32)
-        return logits, accept(logits, step, attend, n_best)
+        verified, stays = accept(logits, step, n_best)
+        attend.keep(stays)
+        return logits, verified
 
     (_, verified), cache = steps.step(run, cache, step.batch, spec)
     return verified, cache
 
 
 def accept(
-    logits: Float[Array, "R V"], step: RoundStep, attend: StepAttention, n_best: int
-) -> Verified:
-    """Samples a token of each sequence, and more where drafts are those; keeps what stays."""
+    logits: Float[Array, "R V"], step: RoundStep, n_best: int
+) -> tuple[Verified, Bool[Array, " T"]]:
+    """Samples a token of each sequence, and more where drafts are those; which tokens stay."""
     rounds, n_seqs = step.rounds, step.sampler.seed.shape[0]
     n_rounds, n_drafts = rounds.drafts.shape
     drafts, seq = _acceptable(rounds), jnp.asarray(rounds.seq)
@@ -176,9 +178,8 @@ def accept(
         n=jnp.ones(n_rounds, jnp.int32),
     )
     last = lax.while_loop(lambda c: jnp.any(c.going) & (c.i < n_drafts), one, begun)
-    attend.keep(stays_of(rounds, last.n, step.batch.tokens.shape[0]))
     best_ids, best = _log_probs(logits, n_best)
-    return Verified(
+    verified = Verified(
         first=first,
         more=last.more,
         n=last.n,
@@ -188,6 +189,7 @@ def accept(
         best=best,
         sampler=last.sampler,
     )
+    return verified, stays_of(rounds, last.n, step.batch.tokens.shape[0])
 
 
 def stays_of(rounds: Rounds, n: Int32[AnyArray, " D"], n_tokens: int) -> Bool[Array, " T"]:

@@ -1,5 +1,7 @@
 """Keys and values of a session in another dtype, or with their channels in another order."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -24,12 +26,12 @@ def converted(kv: AnyKVArray, old: KVKind, new: KVKind, group: int) -> AnyKVArra
     """
     if old == new:
         return on_host(kv)
-    wide = jnp.asarray(_decode(on_host(kv), -1))
+    wide = _wide(kv)
     if old.n_hadamard != new.n_hadamard:
-        wide = hadamard.transform(hadamard.transform(wide, old.n_hadamard), new.n_hadamard)
+        wide = hadamard.transform(jnp.asarray(wide), old.n_hadamard)
+        wide = hadamard.transform(wide, new.n_hadamard)
     if new.type in CODECS:
-        like = codec.zeros(new.type, (1, 1, 1, wide.shape[-1]), 3)
-        out = on_host(_encode(wide, like, -1))
+        out = on_host(_encode(wide, _like(new.type, wide.shape[-1]), -1))
     else:
         with np.errstate(over="ignore"):
             dtype = ml_dtypes.bfloat16 if new.type == "bf16" else stored(new.type)
@@ -39,12 +41,26 @@ def converted(kv: AnyKVArray, old: KVKind, new: KVKind, group: int) -> AnyKVArra
     return out
 
 
+def _wide(kv: AnyKVArray) -> np.ndarray:
+    """Keys or values in float32 on the host; only quantized ones need a program, one a shape."""
+    kv = on_host(kv)
+    if isinstance(kv, Quantized):
+        return np.asarray(_decode(kv, -1))
+    x = np.asarray(kv)
+    return (x.view(ml_dtypes.bfloat16) if x.dtype == np.uint16 else x).astype(np.float32)
+
+
+@functools.cache
+def _like(kv_dtype: KVDtype, n_channels: int) -> codec.KVArray:
+    return codec.zeros(kv_dtype, (1, 1, 1, n_channels), 3)
+
+
 def _check_held(wide: np.ndarray, out: AnyKVArray, kv_dtype: KVDtype, group: int) -> None:
     """Refuses what the dtype made infinite, or cut off."""
     most = float(np.abs(wide).max(initial=0.0))
     if not np.isfinite(most):
         return
-    held = np.isfinite(np.asarray(_decode(out, -1))).all()
+    held = np.isfinite(_wide(out)).all()
     if isinstance(out, Quantized) and out.scale.dtype == np.float16:
         held = held and most <= float(np.finfo(np.float16).max)
     if not held:
@@ -64,5 +80,5 @@ def reordered(kv: AnyKVArray, order: np.ndarray, n_hadamard: int) -> AnyKVArray:
     """
     if not isinstance(kv, Quantized):
         return np.asarray(kv)[..., order]
-    plain = hadamard.transform(codec.decode(kv, -1), n_hadamard)[..., order]
-    return on_host(codec.encode(hadamard.transform(plain, n_hadamard), kv, -1))
+    plain = hadamard.transform(_decode(kv, -1), n_hadamard)[..., order]
+    return on_host(_encode(hadamard.transform(plain, n_hadamard), kv, -1))

@@ -25,7 +25,6 @@ from kvrt import CacheConfig, LayerSkip, Runtime, Sampling, Speculation
 from kvrt.arrays import Array
 from kvrt.program import sample, step
 from kvrt.program.batch import Batch
-from kvrt.program.layer_range import in_parts
 from kvrt.program.programs import ModelKind, Program
 from kvrt.program.step import Cache
 from kvrt_models.load import load
@@ -154,7 +153,7 @@ def _through(
     kind: ModelKind, part: tuple[int, int, bool], params: tuple, cache: Cache, batch: Batch
 ) -> tuple[Array, Cache]:
     """A step through layers [first, last), and then the head if that is the third of `part`."""
-    decoder, (first, last, head) = in_parts(kind.model(params)), part
+    decoder, (first, last, head) = kind.in_parts(params), part
 
     def run(tokens: Array, attend: Any) -> Array:
         x = decoder.layers(decoder.embed(tokens), attend, first, last)

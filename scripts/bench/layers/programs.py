@@ -5,10 +5,16 @@
         --type_v bf16 --attention pallas_gpu --context 4096
 
 Random weights. Each side says the seconds that its first step takes to trace, lower and compile,
-bytes of temporaries, and milliseconds a step. "scan" has weights and cache stacked beforehand, the
-cache in the loop's carry, and needs layers of one kind; "stacked" stacks its weights in the program
-and is compiled only. A process keeps what it tuned for a GPU, so that the first side alone says
-what compiling takes there. --only_compile times no step.
+bytes of temporaries, and milliseconds a step:
+
+    whole     one program, in which a run of layers is traced once for its kind
+    plain     one program, traced layer by layer, as a model's that does not tell its layers apart
+    by_layer  one program for runs of a kind; its figure is the first step
+    scan      a loop over layers of one kind, whose weights and caches lie in one array each
+    stacked   the same, with weights that are stacked in the program; it is compiled only
+
+A process keeps what it tuned for a GPU, so that the first side alone says what compiling takes
+there. --only_compile times no step.
 """
 
 import dataclasses
@@ -23,6 +29,7 @@ from absl import app, flags
 from jax import lax
 
 from kvrt.config import CacheConfig
+from kvrt.program import step
 from kvrt.program.batch import Batch
 from kvrt.program.device import Device, forward
 from kvrt.program.layers.by_layer import (
@@ -30,6 +37,7 @@ from kvrt.program.layers.by_layer import (
     Fixed,
     Stream,
     TracedLayers,
+    call_traced,
     embed_step,
     finish_step,
     layers,
@@ -42,7 +50,7 @@ from kvrt_models.decoder import Decoder
 from scripts._lib import cases, grid, measure, shapes
 from scripts._lib.cases import Case
 
-SIDES = ("whole", "by_layer", "scan", "stacked")
+SIDES = ("whole", "plain", "by_layer", "scan", "stacked")
 _SIDES = flags.DEFINE_list("sides", list(SIDES), f"In this order: {', '.join(SIDES)}.")
 _ONLY_COMPILE = flags.DEFINE_bool("only_compile", False, "Compiles, and times no step.")
 
@@ -68,13 +76,13 @@ def main(argv: Sequence[str]) -> None:
         decoder = shapes.random_decoder(case.spec, case.dtype)
         figures, steps = {}, {}
         for side in _SIDES.value:
-            figures[side], step = _side(side, case, decoder)
-            if step and not _ONLY_COMPILE.value:
-                steps[side] = step
+            figures[side], once = _side(side, case, decoder)
+            if once and not _ONLY_COMPILE.value:
+                steps[side] = once
         samples: dict[str, list[float]] = {side: [] for side in steps}
         for _ in range(grid.n_runs() if steps else 0):
-            for side, step in steps.items():
-                samples[side] += measure.clock(step, 1)
+            for side, once in steps.items():
+                samples[side] += measure.clock(once, 1)
         for side, found in figures.items():
             times = {"step_ms": measure.quartiles(samples[side])} if side in samples else {}
             measure.emit("programs", side=side, **grid.named(case), **found, **times)
@@ -94,8 +102,9 @@ def _side(
     if side == "by_layer":
         return _by_layer(device, batch)
     kind, params = device.programs.kind, device.programs.params
-    if side == "whole":
-        run, args = functools.partial(forward, kind), (params, device.cache, batch)
+    if side in ("whole", "plain"):
+        run = functools.partial(forward if side == "whole" else plain_step, kind)
+        args = params, device.cache, batch
     else:
         rest, each = TracedParams(kind, params).rest, _by_kind(kind, params)
         stacked = each if side == "stacked" else _stacked(each)
@@ -107,12 +116,19 @@ def _side(
     held = args[1]
     device.cache = Cache(stores=(), cells=())
 
-    def step() -> Any:
+    def once() -> Any:
         nonlocal held
         logits, held = compiled(args[0], held, batch)
         return logits, held
 
-    return figures, None if side == "stacked" else step
+    return figures, None if side == "stacked" else once
+
+
+def plain_step(
+    kind: ModelKind, params: tuple, cache: Cache, batch: Batch
+) -> tuple[jax.Array, Cache]:
+    """A step that knows nothing of kinds."""
+    return step.forward(kind.model(params), cache, batch, kind.spec)
 
 
 def _by_layer(device: Device, batch: Batch) -> tuple[dict[str, Any], Callable[[], Any]]:
@@ -157,7 +173,7 @@ def _stacked(trees: list) -> Any:
 
 def _of_layer(kind: ModelKind, cache: Cache, layer: int) -> Any:
     part = layers_part(kind.spec.layout, layer, layer + 1)
-    return Arrays(cache).of(part, ())[0].stores
+    return Arrays(cache, call_traced).of(part, ())[0].stores
 
 
 def scan_step(

@@ -41,16 +41,12 @@ class LayerGate(nnx.Module, pytree=False):
 
     def __init__(self, of: DecoderSpec, weights: Mapping[str, Matrix], at: str):
         """Takes `{at}inp_gate`, `{at}proj` and `{at}post_norm`."""
-        assert of.layer_inputs is not None
-        self.width, self.norm_eps = of.layer_inputs.width, of.norm_eps
+        self.norm_eps = of.norm_eps
         self.gate = Linear.named(weights, f"{at}inp_gate")
         self.projection = Linear.named(weights, f"{at}proj")
         self.norm = nnx.Param(weights[f"{at}post_norm.weight"])
 
-    def __call__(
-        self, x: Float[Array, "T E"], given: Float[Array, "T _"], layer: int
-    ) -> Float[Array, "T E"]:
-        """What is added; `given` has the inputs of all layers."""
-        mine = given[:, layer * self.width : (layer + 1) * self.width]
-        made = self.projection(jax.nn.gelu(self.gate(x), approximate=True) * mine)
+    def __call__(self, x: Float[Array, "T E"], given: Float[Array, "T W"]) -> Float[Array, "T E"]:
+        """What is added; `given` is the layer's own input."""
+        made = self.projection(jax.nn.gelu(self.gate(x), approximate=True) * given)
         return rms_norm(made, self.norm[...], self.norm_eps)

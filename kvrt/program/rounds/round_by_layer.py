@@ -1,0 +1,155 @@
+"""A round as several programs: what is sampled is known between the layers and their writes.
+
+    embed, layers      the stream of the step's tokens, and what each run of layers keeps of them
+    accept             tokens are sampled, cells get those that stay
+    write              a run's keys, values and states of tokens that stay
+
+Where the first layers draft they run as in any step, a token of each round at a time: so often as
+drafts are wanted, whichever end before.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from kvrt.arrays import Array, Bool, Float
+from kvrt.attention.step_attention import only
+from kvrt.cells import Cells
+from kvrt.program import step as steps
+from kvrt.program.batch import Batch, without_fresh
+from kvrt.program.layers.by_layer import Arrays, StepByLayer, unwritten_layers
+from kvrt.program.programs import ModelKind, Program
+from kvrt.program.rounds.layer_skip import (
+    Drafting,
+    begun,
+    drafted,
+    n_drafting,
+    next_tokens,
+    to_verify,
+    with_singles,
+)
+from kvrt.program.rounds.round import RoundSpec, RoundStep, Verified, accept
+
+
+def round_by_layer(
+    layers: StepByLayer, how: RoundSpec, arrays: Arrays, step: RoundStep
+) -> Verified:
+    """Runs a step with rounds, see `verify` and `draft_and_verify`.
+
+    Args:
+      layers: of the model.
+      how: log-probabilities, and which layers draft.
+      arrays: of the cache, which get the step's tokens, but for drafts that do not stay; or shapes.
+      step: on the host.
+
+    Returns:
+      What was sampled, or its shapes.
+    """
+    if how.exit_layer is None:
+        runs, (x, batch) = layers.runs, layers.embed(arrays, step.batch)
+        step = dataclasses.replace(step, batch=batch)
+    else:
+        runs = layers.split(how.exit_layer)[1]
+        step, x = _drafted(layers, how, arrays, step)
+    passed = layers.run(arrays, step.batch, x, runs, unwritten_layers)
+    static = layers.kind, (how.n_best, passed.is_narrow)
+    args = arrays.cells, layers.rest, step, passed.stream.x
+    wanted = Program(accept_round, static, args, donate=(0,), n_known=2)
+    verified, stays, arrays.cells = arrays.call(wanted)
+    layers.write(arrays, step.batch, runs, passed.kept, stays)
+    return verified
+
+
+def _drafted(
+    layers: StepByLayer, how: RoundSpec, arrays: Arrays, step: RoundStep
+) -> tuple[RoundStep, Any]:
+    """The step with drafts, and the stream of its tokens behind the layers that made them."""
+    assert how.exit_layer is not None, "some layers draft"
+    n, (runs, _), static = n_drafting(step, how), layers.split(how.exit_layer), (layers.kind,)
+
+    def first_layers(batch: Batch) -> tuple[Any, Batch]:
+        """The residual stream behind the first layers, which write; and the batch again."""
+        x, batch = layers.embed(arrays, batch)
+        return layers.run(arrays, batch, x, runs).stream.x, batch
+
+    args = arrays.cells, layers.rest, step
+    begins = Program(begin_drafts, static, args, donate=(0,), n_known=2)
+    step, drafting, single, batch, arrays.cells = arrays.call(begins)
+    if single is not None:
+        x, single = first_layers(single)
+        args = arrays.cells, drafting, x, single
+        notes = Program(note_singles, static, args, donate=(0,), n_known=1)
+        drafting, arrays.cells = arrays.call(notes)
+    for _ in range(n):
+        x, _ = first_layers(batch)
+        args = arrays.cells, layers.rest, drafting, x, step
+        drafts = Program(draft_tokens, static, args, donate=(0,), n_known=2)
+        drafting, batch, arrays.cells = arrays.call(drafts)
+    args = arrays.cells, drafting, step
+    ends = Program(end_drafts, static, args, donate=(0,), n_known=1)
+    step, arrays.cells = arrays.call(ends)
+    return step, drafting.stream
+
+
+# --- programs ----------------------------------------------------------------------------------
+
+ManyCells = tuple[Cells, ...]
+
+
+def accept_round(
+    kind: ModelKind,
+    how: tuple[int, bool],
+    cells: ManyCells,
+    rest: tuple,
+    step: RoundStep,
+    x: Float[Array, "N E"],
+) -> tuple[Verified, Bool[Array, " T"], ManyCells]:
+    """What a step samples, which of its tokens stay, and cells with those.
+
+    `how` is the number of log-probabilities, and whether the stream has wanted tokens alone.
+    """
+    n_best, is_narrow = how
+    rows = x if is_narrow else x[jnp.asarray(step.batch.out_ids)]
+    logits = kind.outer(rest).head(rows).astype(jnp.float32)
+    verified, stays = accept(logits, step, n_best)
+    return verified, stays, steps.place_step(cells, step.batch, kind.spec, only(stays))
+
+
+def begin_drafts(
+    kind: ModelKind, cells: ManyCells, rest: tuple, step: RoundStep
+) -> tuple[RoundStep, Drafting, Batch | None, Batch, ManyCells]:
+    """The step with its blocks empty; tokens of no round, and the first ones of rounds."""
+    cells = steps.vacated(cells, step.batch, kind.spec)
+    step = dataclasses.replace(step, batch=without_fresh(step.batch))
+    drafting, single = begun(kind.outer(rest), step)
+    return step, drafting, single, next_tokens(drafting, step), cells
+
+
+def note_singles(
+    kind: ModelKind, cells: ManyCells, drafting: Drafting, x: Float[Array, "N E"], batch: Batch
+) -> tuple[Drafting, ManyCells]:
+    """Rounds and cells after the first layers have run over tokens of no round."""
+    return with_singles(drafting, x), steps.place_step(cells, batch, kind.spec)
+
+
+def draft_tokens(
+    kind: ModelKind,
+    cells: ManyCells,
+    rest: tuple,
+    drafting: Drafting,
+    x: Float[Array, "D E"],
+    step: RoundStep,
+) -> tuple[Drafting, Batch, ManyCells]:
+    """Rounds, their next tokens and cells after the first layers have run over a token of each."""
+    cells = steps.place_step(cells, next_tokens(drafting, step), kind.spec)
+    drafting = drafted(kind.outer(rest), drafting, x, step)
+    return drafting, next_tokens(drafting, step), cells
+
+
+def end_drafts(
+    kind: ModelKind, cells: ManyCells, drafting: Drafting, step: RoundStep
+) -> tuple[RoundStep, ManyCells]:
+    """The step that the other layers verify, and cells without its tokens."""
+    step = to_verify(drafting, step)
+    return step, steps.emptied(cells, step.batch, kind.spec)
