@@ -13,10 +13,10 @@ pytestmark = pytest.mark.slow
 LIMITS = {
     "warm": (16, 502),
     "traced": (33, 1425),
-    "engine in cells warm": (21, 735),
-    "engine in cells traced": (33, 1460),
-    "engine in blocks warm": (21, 655),
-    "engine in blocks traced": (33, 1395),
+    "engine in cells warm": (21, 730),
+    "engine in cells traced": (32, 1445),
+    "engine in blocks warm": (21, 650),
+    "engine in blocks traced": (32, 1380),
 }
 
 
