@@ -189,11 +189,11 @@ def finish_by_layer(
 def _in_slots(layers: StepByLayer, arrays: Arrays, batch: Batch) -> Batch:
     """The batch, whose tokens do not see what their slots have."""
     args = arrays.cells, batch
-    batch, arrays.cells = arrays.call(Program(empty_slots, (layers.kind,), args, (0,), n_known=1))
+    batch, arrays.cells = arrays.call(Program(vacate_slots, (layers.kind,), args, (0,), n_known=1))
     return batch
 
 
-def empty_slots(
+def vacate_slots(
     kind: ModelKind, cells: tuple[Cells, ...], batch: Batch
 ) -> tuple[Batch, tuple[Cells, ...]]:
     """A batch, and cells without what is in its slots."""

@@ -72,7 +72,7 @@ def test_a_session_goes_on_with_what_was_left(tmp_path):
     other.restore(session.read(session.open_session(tmp_path / "a.kv")))
     np.testing.assert_array_equal(runtime.append([5]), other.append([5]))
     programs = {key[0] for key in other.programs.compiled()}
-    assert "whole_cells" not in programs and runtime.evict_cells(0, 60).size == 0
+    assert "tapped_step" not in programs and runtime.evict_cells(0, 60).size == 0
 
 
 def test_what_does_not_fit_is_refused_in_one_line():

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvrt.arrays import Array, Bool, Float, Int32, state
+from kvrt.arrays import Array, Float, Int32, state
 from kvrt.attention.contract import Attend
 from kvrt.attention.scored.step import ScoredStep
 from kvrt.attention.scored.tapped import TappedAttend
@@ -62,12 +62,14 @@ class Unwritten:
       v: values, likewise.
       states: of recurrent layers, after each token.
       n_nan: scores that were NaN, by token.
+      stays: the tokens that stay; None is all.
     """
 
     k: dict[int, Any]
     v: dict[int, Any]
     states: dict[int, Any] = dataclasses.field(default_factory=dict)
     n_nan: dict[int, Any] = dataclasses.field(default_factory=dict)
+    stays: Any = None
 
 
 class Fixed(NamedTuple):
@@ -216,7 +218,8 @@ class StepByLayer:
         """Writes what `unwritten_layers` gave of the tokens that stay."""
         for run, new in zip(runs, kept, strict=False):
             if run.first < self.exit:
-                self._write(arrays, batch, run.part, run.traced, new, stays)
+                of_those = dataclasses.replace(new, stays=stays)
+                self._write(arrays, batch, run.part, run.traced, of_those)
 
     def _write(
         self,
@@ -225,9 +228,8 @@ class StepByLayer:
         part: LayersPart,
         traced: tuple[int, int],
         new: Unwritten,
-        stays: Any = None,
     ) -> None:
-        args = *arrays.of(part, ()), _places(batch, part), new, stays
+        args = *arrays.of(part, ()), _places(batch, part), new
         wanted = Program(write_layers, (self.kind, traced), args, donate=(0,), n_known=2)
         arrays.put(part, arrays.call(wanted))
 
@@ -384,10 +386,14 @@ def layers(
     attention = _opened(cache, batch, spec, stream)
     x = _passed(kind, how, fixed, batch, stream.x, attention)
     last = how.last - 1
-    seen = {last - how.first: how.look(attention, last, batch, spec)} if how.look else {}
+    seen, done = {}, x
+    if how.look:
+        seen = {last - how.first: how.look(attention, last, batch, spec)}
+        # What is looked at is read before it is written, or XLA copies the layer.
+        done = sum(map(jnp.sum, jax.tree.leaves(seen)), x.astype(jnp.float32))
     late = {i: (attention.k_new.pop(i), attention.v_new.pop(i)) for i in part.late}
     own = {i: attention.own[i] for i in part.late}
-    written = _written(cache, attention, batch, spec, x)
+    written = _written(cache, attention, batch, spec, done)
     return Stream(x=x, own=own, late=late, seen=seen), _parted(written, part)
 
 
@@ -437,16 +443,15 @@ def write_layers(
     fixed: Fixed,
     batch: Batch,
     new: Unwritten,
-    stays: Bool[Array, " T"] | None,
 ) -> Cache:
-    """The arrays of some layers, donated, with what they keep of tokens that stay; None is all."""
+    """The arrays of some layers, donated, with what they keep of tokens that stay."""
     part, spec, cache = _some_layers(kind, TracedLayers(*traced, False), held, fixed)
     attention = step.opened(cache, batch, spec)
     attention.k_new, attention.v_new, attention.apart = new.k, new.v, new.states
     if isinstance(attention, ScoredStep):
         attention.n_nan = new.n_nan
-    if stays is not None:
-        attention.keep(stays)
+    if new.stays is not None:
+        attention.keep(new.stays)
     # Nothing here reads what is written.
     return _parted(_written(cache, attention, batch, spec, jnp.zeros(())), part)
 

@@ -19,6 +19,7 @@ from jax import lax
 from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
 from kvrt.attention.contract import LayeredDecoder
 from kvrt.attention.step_attention import NOWHERE, StepAttention
+from kvrt.cells.slots import Places
 from kvrt.config import GroupSpec
 from kvrt.errors import BadConfig
 from kvrt.program import sample
@@ -40,7 +41,7 @@ from kvrt.program.step import Cache, StepSpec
 
 
 @state
-class Drafting:
+class LayerDrafts:
     """Token i of each round that goes on is next; the stream that was kept of the step's tokens."""
 
     i: Int32[Array, ""]
@@ -110,12 +111,12 @@ def draft_and_verify(
     # Blocks that the step begins are emptied once, before its first layers write there.
     cache = dataclasses.replace(cache, cells=steps.vacated(cache.cells, step.batch, spec))
     step = dataclasses.replace(step, batch=without_fresh(step.batch))
-    drafting, cache = _draft(model, cache, step, where)
-    made, n_layers = to_verify(drafting, step), spec.layout.n_layers
+    drafts, cache = _draft(model, cache, step, where)
+    made, n_layers = to_verify(drafts, step), spec.layout.n_layers
 
     def run(_: Array, attend: StepAttention) -> tuple[Array, Verified]:
         attend.one_by_one()
-        x = model.layers(drafting.stream, attend, exit_layer, n_layers)
+        x = model.layers(drafts.stream, attend, exit_layer, n_layers)
         logits = model.head(x[jnp.asarray(made.batch.out_ids)]).astype(jnp.float32)
         verified, stays = accept(logits, made, n_best)
         attend.keep(stays)
@@ -128,7 +129,7 @@ def draft_and_verify(
 
 def _draft(
     model: LayeredDecoder, cache: Cache, step: RoundStep, where: tuple[StepSpec, int]
-) -> tuple[Drafting, Cache]:
+) -> tuple[LayerDrafts, Cache]:
     """Single tokens go through the first layers, then rounds, a token of each at a time."""
     spec, exit_layer = where
 
@@ -142,16 +143,16 @@ def _draft(
         (_, x), cache = steps.step(run, cache, batch, spec)
         return x, cache
 
-    def one(carry: tuple[Drafting, Cache]) -> tuple[Drafting, Cache]:
-        drafting, cache = carry
-        x, cache = first_layers(next_tokens(drafting, step), cache)
-        return drafted(model, drafting, x, step), cache
+    def one(carry: tuple[LayerDrafts, Cache]) -> tuple[LayerDrafts, Cache]:
+        drafts, cache = carry
+        x, cache = first_layers(next_tokens(drafts, step), cache)
+        return drafted(model, drafts, x, step), cache
 
-    drafting, single = begun(model, step)
+    drafts, single = begun(model, step)
     if single is not None:
         x, cache = first_layers(single, cache)
-        drafting = with_singles(drafting, x)
-    return lax.while_loop(lambda carry: jnp.any(carry[0].going), one, (drafting, cache))
+        drafts = with_singles(drafts, x)
+    return lax.while_loop(lambda carry: jnp.any(carry[0].going), one, (drafts, cache))
 
 
 def n_drafting(step: RoundStep, how: RoundSpec) -> int:
@@ -161,13 +162,13 @@ def n_drafting(step: RoundStep, how: RoundSpec) -> int:
     return 1 + int(np.max(np.sum(np.asarray(step.rounds.drafts) != NO_DRAFT, axis=1)))
 
 
-def begun(model: LayeredDecoder, step: RoundStep) -> tuple[Drafting, Batch | None]:
+def begun(model: LayeredDecoder, step: RoundStep) -> tuple[LayerDrafts, Batch | None]:
     """Rounds before their newest token, and the tokens of a step that are of none, if any."""
     batch, rounds = step.batch, step.rounds
     tokens = jnp.asarray(batch.tokens)
     x = jax.eval_shape(model.embed, tokens)
     n_single = tokens.shape[0] - rounds.at.size
-    drafting = Drafting(
+    drafts = LayerDrafts(
         i=jnp.int32(0),
         going=jnp.asarray(rounds.seq) < step.sampler.seed.shape[0],
         tokens=tokens,
@@ -175,59 +176,59 @@ def begun(model: LayeredDecoder, step: RoundStep) -> tuple[Drafting, Batch | Non
         stream=jnp.zeros(x.shape, x.dtype),
         sampler=of_rounds(rounds, step.sampler),
     )
-    return drafting, _single_tokens(batch, n_single) if n_single else None
+    return drafts, _single_tokens(batch, n_single) if n_single else None
 
 
-def with_singles(drafting: Drafting, x: Float[Array, "N E"]) -> Drafting:
+def with_singles(drafts: LayerDrafts, x: Float[Array, "N E"]) -> LayerDrafts:
     """Keeps the stream of tokens that are of no round; a step begins with them."""
-    return dataclasses.replace(drafting, stream=drafting.stream.at[: x.shape[0]].set(x))
+    return dataclasses.replace(drafts, stream=drafts.stream.at[: x.shape[0]].set(x))
 
 
-def next_tokens(drafting: Drafting, step: RoundStep) -> Batch:
+def next_tokens(drafts: LayerDrafts, step: RoundStep) -> Batch:
     """Token i of each round; padding where a round is over."""
-    batch, here = step.batch, _here(drafting, step)
+    batch, here = step.batch, _here(drafts, step)
 
     def of(x: AnyArray, fill: int) -> Array:
         return jnp.asarray(x).at[here].get(mode="fill", fill_value=fill)
 
-    places = (
-        dataclasses.replace(p, slots=of(p.slots, NOWHERE), seq_blocks=None) for p in batch.places
-    )
+    def place(p: Places) -> Places:
+        return dataclasses.replace(p, slots=of(p.slots, NOWHERE), seq_blocks=None, fresh=None)
+
     return Batch(
-        tokens=of(drafting.tokens, 0),
+        tokens=of(drafts.tokens, 0),
         pos=of(batch.pos, -1),
         seq_ids=of(batch.seq_ids, -1),
-        places=tuple(places),
+        places=tuple(map(place, batch.places)),
         out_ids=jnp.arange(here.shape[0], dtype=jnp.int32),
     )
 
 
-def _here(drafting: Drafting, step: RoundStep) -> Int32[Array, " D"]:
+def _here(drafts: LayerDrafts, step: RoundStep) -> Int32[Array, " D"]:
     """Where token i of each round stands in the step."""
     at = jnp.asarray(step.rounds.at)
-    return jnp.where(drafting.going, at[:, drafting.i], step.batch.tokens.shape[0])
+    return jnp.where(drafts.going, at[:, drafts.i], step.batch.tokens.shape[0])
 
 
 def drafted(
-    model: LayeredDecoder, drafting: Drafting, x: Float[Array, "D E"], step: RoundStep
-) -> Drafting:
+    model: LayeredDecoder, drafts: LayerDrafts, x: Float[Array, "D E"], step: RoundStep
+) -> LayerDrafts:
     """Rounds after their token i, of which x is the stream behind the first layers."""
-    rounds, i, n_tokens = step.rounds, drafting.i, step.batch.tokens.shape[0]
-    here, at, n_drafts = _here(drafting, step), jnp.asarray(rounds.at), rounds.drafts.shape[1]
+    rounds, i, n_tokens = step.rounds, drafts.i, step.batch.tokens.shape[0]
+    here, at, n_drafts = _here(drafts, step), jnp.asarray(rounds.at), rounds.drafts.shape[1]
     wanted = jnp.pad(jnp.asarray(rounds.drafts) != NO_DRAFT, ((0, 0), (0, 1)))
-    going = drafting.going & wanted[:, i]
-    alone = recent_alone(drafting.sampler, rounds.last_n)
+    going = drafts.going & wanted[:, i]
+    alone = recent_alone(drafts.sampler, rounds.last_n)
     token, sampler = _sampled(model, x, alone, jnp.any(going))
     ends = jnp.any(token[:, None] == jnp.asarray(rounds.stop_ids), axis=1)
     going &= ~ends & (token != sample.NO_TOKEN)
     there = jnp.where(going, at[:, jnp.minimum(i + 1, n_drafts)], n_tokens)
     draft = jnp.where(going, token, NO_DRAFT)
-    return Drafting(
+    return LayerDrafts(
         i=i + 1,
         going=going,
-        tokens=drafting.tokens.at[there].set(token, mode="drop"),
-        drafts=drafting.drafts.at[:, i].set(draft, mode="drop"),
-        stream=drafting.stream.at[here].set(x, mode="drop"),
+        tokens=drafts.tokens.at[there].set(token, mode="drop"),
+        drafts=drafts.drafts.at[:, i].set(draft, mode="drop"),
+        stream=drafts.stream.at[here].set(x, mode="drop"),
         sampler=sampler,
     )
 
@@ -244,24 +245,26 @@ def _sampled(
     )
 
 
-def to_verify(drafting: Drafting, step: RoundStep) -> RoundStep:
+def to_verify(drafts: LayerDrafts, step: RoundStep) -> RoundStep:
     """The step with the drafts that were made; of others that were wanted there is nothing."""
-    real = jnp.ones(drafting.tokens.shape, bool)
+    real = jnp.ones(drafts.tokens.shape, bool)
     at = jnp.asarray(step.rounds.at)[:, 1:]
-    real = real.at[at].set(drafting.drafts != NO_DRAFT, mode="drop")
+    real = real.at[at].set(drafts.drafts != NO_DRAFT, mode="drop")
     batch = dataclasses.replace(
         step.batch,
-        tokens=drafting.tokens,
+        tokens=drafts.tokens,
         pos=jnp.where(real, jnp.asarray(step.batch.pos), -1),
         seq_ids=jnp.where(real, jnp.asarray(step.batch.seq_ids), -1),
     )
-    rounds = dataclasses.replace(step.rounds, drafts=drafting.drafts)
+    rounds = dataclasses.replace(step.rounds, drafts=drafts.drafts)
     return dataclasses.replace(step, batch=batch, rounds=rounds)
 
 
 def _single_tokens(batch: Batch, n: int) -> Batch:
     """The n tokens that a batch begins with, each the only one of its sequence."""
-    places = (dataclasses.replace(p, slots=jnp.asarray(p.slots)[:n]) for p in batch.places)
+    places = (
+        dataclasses.replace(p, slots=jnp.asarray(p.slots)[:n], fresh=None) for p in batch.places
+    )
     return Batch(
         tokens=jnp.asarray(batch.tokens)[:n],
         pos=jnp.asarray(batch.pos)[:n],

@@ -8,6 +8,7 @@ Where the first layers draft they run as in any step, a token of each round at a
 drafts are wanted, whichever end before.
 """
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -21,7 +22,7 @@ from kvrt.program.batch import Batch, without_fresh
 from kvrt.program.layers.by_layer import Arrays, StepByLayer, unwritten_layers
 from kvrt.program.programs import ModelKind, Program
 from kvrt.program.rounds.layer_skip import (
-    Drafting,
+    LayerDrafts,
     begun,
     drafted,
     n_drafting,
@@ -68,28 +69,31 @@ def _drafted(
     assert how.exit_layer is not None, "some layers draft"
     n, (runs, _), static = n_drafting(step, how), layers.split(how.exit_layer), (layers.kind,)
 
+    # The cells of drafts are not the cache's, so that an error between programs leaves none there.
+    drafting = copy.copy(arrays)
+
     def first_layers(batch: Batch) -> tuple[Any, Batch]:
         """The residual stream behind the first layers, which write; and the batch again."""
-        x, batch = layers.embed(arrays, batch)
-        return layers.run(arrays, batch, x, runs).stream.x, batch
+        x, batch = layers.embed(drafting, batch)
+        return layers.run(drafting, batch, x, runs).stream.x, batch
 
     args = arrays.cells, layers.rest, step
-    begins = Program(begin_drafts, static, args, donate=(0,), n_known=2)
-    step, drafting, single, batch, arrays.cells = arrays.call(begins)
+    begins = Program(begin_drafts, static, args, n_known=2)
+    step, drafts, single, batch, drafting.cells = arrays.call(begins)
     if single is not None:
         x, single = first_layers(single)
-        args = arrays.cells, drafting, x, single
+        args = drafting.cells, drafts, x, single
         notes = Program(note_singles, static, args, donate=(0,), n_known=1)
-        drafting, arrays.cells = arrays.call(notes)
+        drafts, drafting.cells = arrays.call(notes)
     for _ in range(n):
         x, _ = first_layers(batch)
-        args = arrays.cells, layers.rest, drafting, x, step
-        drafts = Program(draft_tokens, static, args, donate=(0,), n_known=2)
-        drafting, batch, arrays.cells = arrays.call(drafts)
-    args = arrays.cells, drafting, step
+        args = drafting.cells, layers.rest, drafts, x, step
+        makes = Program(draft_tokens, static, args, donate=(0,), n_known=2)
+        drafts, batch, drafting.cells = arrays.call(makes)
+    args = arrays.cells, drafts, step
     ends = Program(end_drafts, static, args, donate=(0,), n_known=1)
     step, arrays.cells = arrays.call(ends)
-    return step, drafting.stream
+    return step, drafts.stream
 
 
 # --- programs ----------------------------------------------------------------------------------
@@ -118,38 +122,39 @@ def accept_round(
 
 def begin_drafts(
     kind: ModelKind, cells: ManyCells, rest: tuple, step: RoundStep
-) -> tuple[RoundStep, Drafting, Batch | None, Batch, ManyCells]:
-    """The step with its blocks empty; tokens of no round, and the first ones of rounds."""
+) -> tuple[RoundStep, LayerDrafts, Batch | None, Batch, ManyCells]:
+    """The step again, its tokens of no round, the first ones of rounds, and cells for drafts."""
     cells = steps.vacated(cells, step.batch, kind.spec)
-    step = dataclasses.replace(step, batch=without_fresh(step.batch))
-    drafting, single = begun(kind.outer(rest), step)
-    return step, drafting, single, next_tokens(drafting, step), cells
+    drafts, single = begun(kind.outer(rest), step)
+    return step, drafts, single, next_tokens(drafts, step), cells
 
 
 def note_singles(
-    kind: ModelKind, cells: ManyCells, drafting: Drafting, x: Float[Array, "N E"], batch: Batch
-) -> tuple[Drafting, ManyCells]:
+    kind: ModelKind, cells: ManyCells, drafts: LayerDrafts, x: Float[Array, "N E"], batch: Batch
+) -> tuple[LayerDrafts, ManyCells]:
     """Rounds and cells after the first layers have run over tokens of no round."""
-    return with_singles(drafting, x), steps.place_step(cells, batch, kind.spec)
+    return with_singles(drafts, x), steps.place_step(cells, batch, kind.spec)
 
 
 def draft_tokens(
     kind: ModelKind,
     cells: ManyCells,
     rest: tuple,
-    drafting: Drafting,
+    drafts: LayerDrafts,
     x: Float[Array, "D E"],
     step: RoundStep,
-) -> tuple[Drafting, Batch, ManyCells]:
+) -> tuple[LayerDrafts, Batch, ManyCells]:
     """Rounds, their next tokens and cells after the first layers have run over a token of each."""
-    cells = steps.place_step(cells, next_tokens(drafting, step), kind.spec)
-    drafting = drafted(kind.outer(rest), drafting, x, step)
-    return drafting, next_tokens(drafting, step), cells
+    cells = steps.place_step(cells, next_tokens(drafts, step), kind.spec)
+    drafts = drafted(kind.outer(rest), drafts, x, step)
+    return drafts, next_tokens(drafts, step), cells
 
 
 def end_drafts(
-    kind: ModelKind, cells: ManyCells, drafting: Drafting, step: RoundStep
+    kind: ModelKind, cells: ManyCells, drafts: LayerDrafts, step: RoundStep
 ) -> tuple[RoundStep, ManyCells]:
     """The step that the other layers verify, and cells without its tokens."""
-    step = to_verify(drafting, step)
-    return step, steps.emptied(cells, step.batch, kind.spec)
+    cells = steps.vacated(cells, step.batch, kind.spec)
+    batch = without_fresh(step.batch)
+    step = to_verify(drafts, dataclasses.replace(step, batch=batch))
+    return step, steps.emptied(cells, batch, kind.spec)
