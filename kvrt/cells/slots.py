@@ -143,7 +143,7 @@ def one_sequence(
 Step = TypeVar("Step", bound=StepTokens)
 
 
-def only(step: Step, stays: Bool[np.ndarray, " n"], **new: Any) -> Step:
+def only_tokens(step: Step, stays: Bool[np.ndarray, " n"], **new: Any) -> Step:
     """A step of the tokens that stay alone, with other fields of its own."""
     of = {x: getattr(step, x)[stays] for x in ("tokens", "pos", "seq_ids")}
     return dataclasses.replace(step, **(of | new))

@@ -13,7 +13,7 @@ from kvrt.cache.last_logits import ResumePoint
 from kvrt.cache.runner import CellSteps, Runner
 from kvrt.cellcache import history
 from kvrt.cells.edits import Remove
-from kvrt.cells.slots import StepTokens, one_sequence, only
+from kvrt.cells.slots import StepTokens, one_sequence, only_tokens
 from kvrt.drafts.back_off import BackOff, after_round
 from kvrt.drafts.drafter import DraftContext, Drafter, Speculation
 from kvrt.drafts.layer_skip import LayerSkip
@@ -341,7 +341,7 @@ class Stepper:
         """Appends the first tokens of a step: the newest one, and those sampled but the last."""
         n, n_all = len(sampled), len(step.tokens)
         stays, fed = np.arange(n_all) < n, np.append(step.tokens[:1], sampled[:-1])
-        self._cells.append(only(step, stays, tokens=fed), None if n == n_all else stays)
+        self._cells.append(only_tokens(step, stays, tokens=fed), None if n == n_all else stays)
 
     def _probed(self, ids: np.ndarray, seq_id: int, first: int) -> Array:
         """The logits of tokens at `first` and behind, which leave no trace in states either."""

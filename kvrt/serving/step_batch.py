@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvrt.arrays import Array, Bool, Int32
-from kvrt.cells.slots import StepTokens, only
+from kvrt.cells.slots import StepTokens, only_tokens
 from kvrt.program.batch import bucket
 from kvrt.program.rounds.round import Verified
 from kvrt.serving.request import SeqState
@@ -101,7 +101,7 @@ class StepBatch(StepTokens):
         behind = [np.arange(c.n) < n_kept[c.state] for c in self.prompts]
         stays = np.concatenate([single, *behind])
         decode = tuple(s for s in self.decode if n_kept[s])
-        left = only(
+        left = only_tokens(
             self,
             stays,
             decode=decode,
