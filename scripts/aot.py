@@ -34,7 +34,7 @@ from kvrt.cells.slots import Places, SeqBlocks
 from kvrt.errors import NoKernel
 from kvrt.program import batch as batches
 from kvrt.program import step
-from kvrt.program.device import forward
+from kvrt.program.device import whole_step
 from kvrt.program.layout import Layout, cell_layout
 from kvrt.program.programs import layer_params, model_kind
 from kvrt.store import codec
@@ -220,7 +220,7 @@ def decode_step(of: DecoderSpec, attention: str) -> Program:
     batch = jax.eval_shape(lambda: _batch(spec.layout, _N_SEQ.value))
     row_bytes = _bytes((cache.stores[0].k[0], cache.stores[0].v[0]))
     args = tuple(jax.tree.leaves(params)), cache, batch
-    run = functools.partial(forward, kind)
+    run = functools.partial(whole_step, kind)
     return Program(f"decode step, {attention}", run, args, row_bytes, donated=(1,))
 
 

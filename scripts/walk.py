@@ -2,13 +2,16 @@
 
     python -m scripts.walk
 
-A step of the toy decoder is profiled twice. The first decode step traces its program, so it walks
-what runs on the host and what is traced for the device; a warm one walks the host alone. What a
-reader has to know to follow one token is about what these numbers say; `docs/concepts.md` goes
-through the same files in order. One JSON line on standard output, the table on standard error.
+A step of the toy decoder is profiled twice, of a Runtime and of an Engine in cells and in blocks.
+The first decode step traces its program, so it walks what runs on the host and what is traced for
+the device; a warm one walks the host alone. What a reader has to know to follow one token is about
+what these numbers say; `docs/concepts.md` goes through the files of a Runtime's step in order. One
+JSON line on standard output, the tables on standard error.
 """
 
 import collections
+import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,11 +22,13 @@ from absl import app
 from rich.console import Console
 from rich.table import Table
 
-from kvrt import CacheConfig, Runtime
+from kvrt import CacheConfig, Engine, EngineConfig, Request, Runtime
+from kvrt.serving.config import Mode
 from scripts._lib import measure
 from scripts.toy_decoder import ToyDecoder
 
 _ROOT = Path(__file__).resolve().parent.parent / "kvrt"
+_CONFIG = CacheConfig(n_ctx=32, type_k="f32", type_v="f32")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -31,24 +36,40 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     found = walked()
     sums = {
-        f"{name}_{what}": n
+        f"{name}_{what}".replace(" ", "_"): n
         for name, of in found.items()
         for what, n in (("files", len(of)), ("lines", sum(of.values())))
     }
     measure.emit("walk", **sums)
-    table = Table("file", "with the first trace", "warm")
-    for path in sorted(found["traced"]):
-        table.add_row(path, *(str(found[name].get(path, "")) for name in ("traced", "warm")))
-    Console(stderr=True).print(table)
+    for side in _SIDES:
+        columns = [found[f"{side}{name}"] for name in ("traced", "warm")]
+        table = Table("file", "with the first trace", "warm", title=side or "Runtime")
+        for path in sorted({*columns[0], *columns[1]}):
+            table.add_row(path, *(str(of.get(path, "")) for of in columns))
+        Console(stderr=True).print(table)
 
 
 def walked() -> dict[str, dict[str, int]]:
-    """Lines by file of a decode step that traces its program, and of a warm one."""
-    runtime = Runtime(ToyDecoder(), CacheConfig(n_ctx=32, type_k="f32", type_v="f32"))
+    """Lines by file of a decode step that traces its program, and of a warm one, by side."""
+    found = {}
+    for side, step in _SIDES.items():
+        run = step()
+        found |= {f"{side}{name}": lines(entered(run)) for name in ("traced", "warm")}
+    return found
+
+
+def _of_runtime() -> Callable[[], Any]:
+    runtime = Runtime(ToyDecoder(), _CONFIG)
     runtime.prefill([1, 2, 3])
-    traced = entered(lambda: runtime.append([4]))
-    warm = entered(lambda: runtime.append([5]))
-    return {"traced": lines(traced), "warm": lines(warm)}
+    return lambda: runtime.append([4])
+
+
+def _of_engine(mode: Mode) -> Callable[[], Any]:
+    config = dataclasses.replace(_CONFIG, block_size=16)
+    engine = Engine(ToyDecoder(), config, EngineConfig(mode=mode))
+    engine.add_request(Request(id="a", tokens=(1, 2, 3), n_predict=9))
+    engine.step()
+    return engine.step
 
 
 def entered(run: Callable[[], Any]) -> set[CodeType]:
@@ -77,6 +98,12 @@ def lines(codes: set[CodeType]) -> dict[str, int]:
         found[path] |= set(range(code.co_firstlineno, max(numbers, default=0) + 1))
     return {path: len(numbers) for path, numbers in found.items()}
 
+
+_SIDES = {
+    "": _of_runtime,
+    "engine in cells ": functools.partial(_of_engine, "cell"),
+    "engine in blocks ": functools.partial(_of_engine, "paged"),
+}
 
 if __name__ == "__main__":
     app.run(main)

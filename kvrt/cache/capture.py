@@ -136,7 +136,7 @@ def restore(cache: CellCache, snapshot: Snapshot, sequences: Sequences | None) -
         cache.forget()
     cache.restored_select = snapshot.select or (None if whole else cache.restored_select)
     for s, here in sequences.items():
-        cache.logits.forget(here)
+        cache.logits.forget([here])
         if s in snapshot.logits:
             pos, logits = snapshot.logits[s]
             cache.logits.put(here, pos, jnp.asarray(logits)[None])

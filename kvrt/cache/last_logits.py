@@ -1,7 +1,7 @@
 """What each sequence's next token is sampled from, and where its last generation stopped."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import assert_never
 
 from kvrt.arrays import Array
@@ -44,10 +44,9 @@ class LastLogits:
         """Keeps logits [1, V] of the token at `pos`."""
         self._of[seq_id] = (pos, logits)
 
-    def forget(self, seq_id: int | None) -> None:
-        """Drops what belongs to a sequence as it was before a change; to all with None."""
-        seqs = self._seq_ids() if seq_id is None else [seq_id]
-        for s in seqs:
+    def forget(self, seq_ids: Iterable[int] | None) -> None:
+        """Drops what belongs to sequences as they were before a change; to all with None."""
+        for s in self._seq_ids() if seq_ids is None else seq_ids:
             self._of.pop(s, None)
             self._resume_points.pop(s, None)
 
@@ -55,13 +54,11 @@ class LastLogits:
         """Drops what an edit makes out of date."""
         match edit:
             case Copy():
-                self.forget(edit.dst)
+                self.forget([edit.dst])
             case Keep():
-                for s in self._seq_ids():
-                    if s != edit.seq_id:
-                        self.forget(s)
+                self.forget([s for s in self._seq_ids() if s != edit.seq_id])
             case Remove() | Shift() | Divide():
-                self.forget(edit.seq_id)
+                self.forget(None if edit.seq_id is None else [edit.seq_id])
             case _:
                 assert_never(edit)
 

@@ -1,175 +1,131 @@
-"""Steps of a cell cache, of one sequence or several: place, run, commit.
+"""Steps of one sequence or many: place, run, commit.
 
-    place    cells for the tokens, after pending copies of shared blocks, packing and K-shifts
+    place    slots for the tokens of a step, after copies and K-shifts that are pending
     run      a program: a step, a loop of them on the device, a step with drafts
-    commit   the tokens that stay are in the host's cells, states and history
+    commit   the tokens that stay are in the host's cells or blocks, states and history
 
-A step that raises before `commit` leaves no token.
+A step that raises before it is committed leaves no token. Which tokens stay of a run that samples
+is known once it has been read; its caller appends them then.
 """
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
-from kvrt.arrays import Array, Bool, Float, Int32
+from kvrt.arrays import AnyArray, Bool, Int32
 from kvrt.cache.cell_cache import CellCache
-from kvrt.cellcache.host_cells import SlotPlan
-from kvrt.program import decode_loop
-from kvrt.program.batch import Batch, bucket, padded, without_outputs
-from kvrt.program.decode_loop import LoopSpec, Sampled
-from kvrt.program.rounds.round import RoundSpec, plan_round
+from kvrt.cellcache.host_cells import SlotPlan, Where
+from kvrt.cells.slots import Places, StepTokens
+from kvrt.program.batch import Batch, to_batch
+from kvrt.program.device import Device
+from kvrt.program.rounds.round import Drafted, RoundSpec, Verified, round_step
 from kvrt.program.sample import Sampler
 
-MaybeBools = Bool[np.ndarray, " n"] | None
+Result = TypeVar("Result")
+StepT = TypeVar("StepT", bound=StepTokens)
+StepOf = TypeVar("StepOf", bound=StepTokens, contravariant=True)
+# A step and its places by group of layers, to places in which sequences may share what they read.
+Share = Callable[[StepTokens, tuple[Places, ...]], tuple[Places, ...]]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Ran:
-    """Tokens that a sequence sampled in one run, on the host.
+@runtime_checkable
+class StepSpace(Protocol[StepOf]):
+    """A cache that steps write to: in cells, or in blocks."""
 
-    Attributes:
-      tokens: all of them; the last one is not in the cache.
-      best_ids: the most probable ids where each was sampled.
-      best: their log-probabilities.
-      sampler: after the last token.
-    """
+    def place(self, step: StepOf) -> Where:
+        """Slots and blocks of a step's tokens by group of the layout, and state indices.
 
-    tokens: Int32[np.ndarray, " n"]
-    best_ids: Int32[np.ndarray, "n K"]
-    best: Float[np.ndarray, "n K"]
-    sampler: Sampler
+        Raises:
+          CacheFull: there is no room for them.
+        """
+        ...
 
+    def append(self, step: StepOf, stays: Bool[np.ndarray, " n"] | None = None) -> None:
+        """Adds tokens of the step that was placed last, which was dispatched.
 
-def read_run(sampled: Sampled, sampler: Sampler) -> Ran:
-    """Fetches the tokens of a run of one sequence."""
-    n = int(sampled.n_steps)  # sync: how far the run came, and the caller sees each token
-    arrays = sampled.tokens, sampled.best_ids, sampled.best
-    tokens, best_ids, best = (np.asarray(x)[:n, 0] for x in arrays)
-    return Ran(tokens=tokens, best_ids=best_ids, best=best, sampler=sampler)
+        Args:
+          step: that step, without tokens that do not stay.
+          stays: which tokens of the placed one these are; None is all.
+        """
+        ...
 
 
-class Runner:
-    """Runs steps in a cell cache."""
+class CellSteps:
+    """Cells for steps: those of a Runtime, and of an Engine in cells."""
+
+    _plan: SlotPlan  # of the step that was placed last
 
     def __init__(self, cache: CellCache):
         """Takes a cache, which others may edit between steps."""
-        self._cache, self._host, self._device = cache, cache.host, cache.device
-        self._n_ubatch, self._select = cache.config.n_ubatch, cache.config.select
+        self._cache, self._host = cache, cache.host
 
-    def place(self, seq_ids: np.ndarray, first: Mapping[int, int]) -> SlotPlan:
-        """Finds cells for new tokens, the first of each sequence at `first`; raises CacheFull."""
+    def place(self, step: StepTokens) -> Where:
+        """See `StepSpace`; copies of shared blocks, packing and K-shifts come first."""
         if self._host.blocks is not None:
-            self._cache.copy_on_write(seq_ids, first)
-        if any(x.stale or x.pending for x in self._host.groups):
+            self._cache.copy_on_write(step.seq_ids, step.first)
+        if any([x.stale or x.pending for x in self._host.groups]):
             self._cache.flush()
-        return self._host.find(seq_ids, first)
+        self._plan = plan = self._host.find(step.seq_ids, step.first)
+        if self._host.has_history:
+            self._cache.logits.forget(step.first)
+        return self._host.places(step, [x.slots for x in plan.found], plan.states)
 
-    def batch(
-        self, plan: SlotPlan, tokens: np.ndarray, pos: np.ndarray, wanted: Sequence[int], size: int
-    ) -> Batch:
-        """The arrays of a step of `size` tokens, padding included, with logits of those wanted."""
-        where = self._host.places(plan, size)
-        return padded(tokens, pos, plan.seq_ids, wanted, where, size)
+    def append(self, step: StepTokens, stays: Bool[np.ndarray, " n"] | None = None) -> None:
+        """See `StepSpace`."""
+        plan = self._plan if stays is None else self._host.kept(self._plan, stays)
+        self._host.append(plan, step.pos, step.tokens)
 
-    def commit(
-        self, plan: SlotPlan, tokens: np.ndarray, pos: np.ndarray, stays: MaybeBools = None
-    ) -> None:
-        """Adds the tokens of a step that has run: all of a plan, or some that stay.
 
-        Of each sequence those are the first ones; `tokens` and `pos` are theirs alone.
+class Runner(Generic[StepT]):
+    """Runs steps on a device, whose tokens a space has places for; CacheFull is the space's."""
+
+    def __init__(
+        self,
+        device: Device,
+        space: StepSpace[StepT],
+        share: Share | None = None,
+        check: Callable[[Any], None] | None = None,
+    ):
+        """Takes a device and the cache on it, which others may edit between steps.
+
+        Args:
+          device: runs programs.
+          space: the cache.
+          share: of a step's places those that it runs with.
+          check: called with the arrays of each step before it runs.
         """
-        self._host.append(plan if stays is None else self._host.kept(plan, stays), pos, tokens)
+        self._device, self._space, self._share, self._check = device, space, share, check
 
-    def forward(
-        self, plan: SlotPlan, tokens: np.ndarray, pos: np.ndarray, wanted: Sequence[int]
-    ) -> Array:
-        """Runs a step that was placed; the logits of the tokens `wanted`."""
-        batch = self.batch(plan, tokens, pos, wanted, bucket(len(tokens), self._n_ubatch))
-        if not wanted and self._device.skips_unwanted:
-            batch = without_outputs(batch)
-        logits = self._device.forward(batch)
-        return logits if len(logits) == len(wanted) else logits[: len(wanted)]
-
-    def step(
-        self, tokens: np.ndarray, pos: np.ndarray, seq_ids: np.ndarray, wanted: Sequence[int]
-    ) -> Array:
-        """Runs a step of tokens that stay; the logits of those `wanted`."""
-        first = {int(s): int(p) for s, p in zip(seq_ids[::-1], pos[::-1], strict=True)}
-        plan = self.place(seq_ids, first)
-        for s in first:
-            self._cache.logits.forget(s)
-        logits = self.forward(plan, tokens, pos, wanted)
-        self.commit(plan, tokens, pos)
-        if self._select and len(tokens) == 1:
-            self._cache.note_reads(int(seq_ids[0]), int(pos[0]))
-        return logits
-
-    def probe(self, tokens: np.ndarray, seq_id: int, first: int) -> Array:
-        """The logits of tokens at `first` and behind, which leave no trace in states either."""
-        self._cache.flush()
-        plan = self._host.probe(np.full(len(tokens), seq_id, np.int32), {seq_id: first})
-        pos, wanted = following(first, len(tokens)), range(len(tokens))
-        if plan.states is None:
-            return self.forward(plan, tokens, pos, wanted)
-        index = int(plan.states.dst[0])
-        held = self._device.take_state(index)
-        try:
-            return self.forward(plan, tokens, pos, wanted)
-        finally:
-            self._device.put_state(index, held)
-
-    def loop(self, token: int, seq_id: int, loop: LoopSpec, n: int, sampler: Sampler) -> Ran:
-        """Feeds a token and samples up to n, in one program of loop.stride steps."""
-        plan, first = self._place_at_end(seq_id, n)
-        where = self._host.places(plan, loop.stride, ahead=n > 1)
-        run = decode_loop.plan_run((token, first), seq_id, where, loop.stop_ids, n)
-        sampled, sampler = self._device.decode(run, sampler, loop.n_best)
-        ran = read_run(sampled, sampler)
-        self._commit_first(plan, first, [token, *ran.tokens[:-1].tolist()])
-        if self._select:
-            self._cache.note_reads(seq_id, first)
-        return ran
+    def run(
+        self,
+        step: StepT,
+        out_ids: Int32[np.ndarray, " R"],
+        program: Callable[[Batch], Result],
+        tokens: AnyArray | None = None,
+    ) -> Result:
+        """What a program gives for a step whose tokens all stay; the device may have `tokens`."""
+        batch = to_batch(step, self._place(step), out_ids, tokens)
+        if self._check:
+            self._check(batch)
+        result = program(batch)
+        self._space.append(step)
+        return result
 
     def round(
         self,
-        tokens: Sequence[int],
-        seq_id: int,
-        size: int,
-        stop_ids: Sequence[int],
+        step: StepT,
+        drafted: Sequence[Drafted],
+        size: tuple[int, int],
         how: RoundSpec,
         sampler: Sampler,
-    ) -> tuple[Ran, int]:
-        """Feeds a token and its drafts in one step of `size`; what was sampled, drafts verified.
+    ) -> Verified:
+        """What a step with drafts gives, see `round_step`; nothing is read nor appended yet."""
+        arrays = round_step(step, self._place(step), drafted, size, sampler)
+        if self._check:
+            self._check(arrays)
+        return self._device.verify(arrays, how)
 
-        Where layers draft any tokens hold the drafts' places.
-        """
-        plan, first = self._place_at_end(seq_id, len(tokens))
-        where = self._host.places(plan, size, ahead=how.exit_layer is not None)
-        step = plan_round(tokens, (seq_id, first), where, size, stop_ids, sampler)
-        verified = self._device.verify(step, how)
-        (newest,), (more,), (n_drafted,) = verified.read()
-        # Drafts that stay are the tokens that were sampled.
-        sampled, n = np.array([newest, *more], np.int32), len(more) + 1
-        self._commit_first(plan, first, [tokens[0], *sampled[:-1].tolist()])
-        best_ids, best = (np.asarray(x)[:n] for x in (verified.best_ids, verified.best))
-        ran = Ran(tokens=sampled, best_ids=best_ids, best=best, sampler=verified.sampler)
-        return ran, n_drafted
-
-    def _place_at_end(self, seq_id: int, n: int) -> tuple[SlotPlan, int]:
-        """Cells of n tokens at the end of a sequence, and the position of the first."""
-        first = self._host.pos_max(seq_id) + 1
-        plan = self.place(np.full(n, seq_id, np.int32), {seq_id: first})
-        self._cache.logits.forget(seq_id)
-        return plan, first
-
-    def _commit_first(self, plan: SlotPlan, first: int, tokens: Sequence[int]) -> None:
-        """Adds the first tokens of a plan of one sequence."""
-        n, n_all = len(tokens), len(plan.seq_ids)
-        stays = None if n == n_all else np.arange(n_all) < n
-        self.commit(plan, np.array(tokens, np.int32), following(first, n), stays)
-
-
-def following(first: int, n: int) -> Int32[np.ndarray, " n"]:
-    """Positions of n tokens from `first` on."""
-    return np.arange(first, first + n, dtype=np.int32)
+    def _place(self, step: StepT) -> Where:
+        places, states = self._space.place(step)
+        return (self._share(step, places) if self._share else places), states

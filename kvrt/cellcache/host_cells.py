@@ -20,10 +20,13 @@ from kvrt.cellcache.recurrent import RecurrentStates, StatePlan
 from kvrt.cellcache.window import Intervals
 from kvrt.cells import Cells
 from kvrt.cells.cells import mask_words
-from kvrt.cells.slots import Places, pad
+from kvrt.cells.slots import Places, StepTokens
 from kvrt.config import MAX_POS, CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.select_spec import Select
 from kvrt.store.recurrent import StateIndex, n_states
+
+# Places by group, and state indices where layers are recurrent.
+Where = tuple[tuple[Places, ...], StateIndex | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +64,8 @@ class SlotPlan:
 class HostCells:
     """An indexed group of cells for each group of attention layers, states and token history.
 
-    `packs` says whether cells are packed before a step where many are empty between others.
+    `packs` says whether cells are packed before a step where many are empty between others, and
+    `has_history` whether the tokens of each sequence, and what its next one is sampled from, are.
 
     Attributes:
       groups: in the order of the model's groups.
@@ -75,7 +79,7 @@ class HostCells:
       checkpoints: where sequences can be cut back to beside their newest tokens.
     """
 
-    packs = True
+    packs = has_history = True
 
     def __init__(
         self,
@@ -137,7 +141,8 @@ class HostCells:
         """Replaces the contents by edited ones."""
         for indexed, group in zip(self.groups, new.groups, strict=True):
             indexed.replace(group)
-        self.states, self.history, self.checkpoints = new.states, new.history, new.checkpoints
+        self.states, self.checkpoints = new.states, new.checkpoints
+        self.history = new.history if self.has_history else TokenHistory()
 
     @property
     def n_free(self) -> int:
@@ -213,52 +218,23 @@ class HostCells:
             states=recurrent.plan_states(self.states, seq_ids, first) if self.states else None,
         )
 
-    def probe(self, seq_ids: np.ndarray, first: Mapping[int, int]) -> SlotPlan:
-        """As `find`, for tokens that are not stored; their state is to be put back after them."""
-        none = np.zeros(0, np.int32)
-        return SlotPlan(
-            seq_ids=seq_ids,
-            first=first,
-            found=tuple(FoundSlots(slots=none, group=g) for g in self.contents.groups),
-            states=recurrent.plan_probe(self.states, int(seq_ids[0]), len(seq_ids))
-            if self.states
-            else None,
-        )
+    def probe(self, step: StepTokens) -> Where:
+        """Places of tokens that are not stored; their state is to be put back after them."""
+        seq_id, n, none = int(step.seq_ids[0]), len(step.seq_ids), np.zeros(0, np.int32)
+        states = recurrent.plan_probe(self.states, seq_id, n) if self.states else None
+        return self.places(step, [none] * len(self.groups), states)
 
     def places(
-        self, plan: SlotPlan, size: int, *, ahead: bool = False
-    ) -> tuple[tuple[Places, ...], StateIndex | None]:
-        """Slots, blocks to read and state indices of a step of `size` tokens."""
-        places = tuple(
-            x.places(f.slots, size, plan.first, ahead=ahead)
-            for x, f in zip(self.groups, plan.found, strict=True)
-        )
-        if plan.states is None:
-            return places, None
-        # Padding starts from no state and is stored nowhere.
-        none = plan.states.after.n_states
-        src, dst = (pad(x, size, none) for x in (plan.states.src, plan.states.dst))
-        return places, StateIndex(src=src, dst=dst)
+        self, step: StepTokens, slots: Sequence[np.ndarray], states: StatePlan | None = None
+    ) -> Where:
+        """Slots of a step's tokens by group with the blocks that they read, and state indices."""
+        both = zip(self.groups, slots, strict=True)
+        places = tuple([group.places(of, step) for group, of in both])
+        return places, None if states is None else _state_index(step, states)
 
     def released_states(self) -> Bool[np.ndarray, " R"]:
         """Which state indices no sequence uses."""
         return recurrent.released(self.states) if self.states else np.zeros(0, bool)
-
-    def held(self, seq_id: int, first: int, slots: Sequence[np.ndarray]) -> SlotPlan:
-        """The plan of tokens that have cells, by group, for steps that replace or read them.
-
-        Args:
-          seq_id: their sequence.
-          first: the position of the first.
-          slots: their cells by group.
-        """
-        both = zip(slots, self.contents.groups, strict=True)
-        return SlotPlan(
-            seq_ids=np.full(len(slots[0]), seq_id, np.int32),
-            first={seq_id: first},
-            found=tuple(FoundSlots(slots=of, group=group) for of, group in both),
-            states=None,
-        )
 
     def kept(self, plan: SlotPlan, stays: Bool[np.ndarray, " n"]) -> SlotPlan:
         """The plan of tokens that stay, of each sequence the first ones.
@@ -275,8 +251,15 @@ class HostCells:
 
     def append(self, plan: SlotPlan, pos: np.ndarray, ids: np.ndarray) -> None:
         """Adds all tokens of a plan, which a step has written in every layer."""
-        self.history = history.append(self.history, plan.seq_ids, pos, ids)
+        if self.has_history:
+            self.history = history.append(self.history, plan.seq_ids, pos, ids)
         for indexed, found in zip(self.groups, plan.found, strict=True):
             indexed.append(found, pos, plan.seq_ids)
         if plan.states is not None:
             self.states = plan.states.after
+
+
+def _state_index(step: StepTokens, states: StatePlan) -> StateIndex:
+    """State indices of a step; padding starts from no state and is stored nowhere."""
+    src, dst = (step.spread(x, states.after.n_states) for x in (states.src, states.dst))
+    return StateIndex(src=src, dst=dst)

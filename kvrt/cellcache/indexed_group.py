@@ -11,7 +11,7 @@ from kvrt.cellcache import group as groups
 from kvrt.cellcache.group import CellGroup, FoundSlots
 from kvrt.cells import Cells, blocks_of, owned, place, plan_slots
 from kvrt.cells import n_used as count_used
-from kvrt.cells.slots import Places, pad, place_one
+from kvrt.cells.slots import Places, StepTokens, pad, place_one
 from kvrt.config import MAX_POS, CacheConfig, GroupSpec
 from kvrt.sizes import Extent, extent
 from kvrt.upkeep import shift
@@ -143,19 +143,16 @@ class IndexedGroup:
             self._pos_max[seq_id] = groups.n_past(self.group, seq_id) - 1
         return self._pos_max[seq_id]
 
-    def places(
-        self, slots: np.ndarray, size: int, first: Mapping[int, int], *, ahead: bool = False
-    ) -> Places:
-        """Slots of `size` tokens and the blocks they read; with `ahead` those of the slots too."""
-        if ahead and not self._scans:
-            self._index.padded(self.cells, first)
-            for s in first:
-                self._index.add(s, slots)
+    def places(self, slots: np.ndarray, step: StepTokens) -> Places:
+        """Slots of a step's tokens, and the blocks that they read."""
+        own = slots if step.cached_early else slots[:0]
         if self._scans:
-            blocks, n_blocks = self._padded_scan(first, slots if ahead else slots[:0])
+            blocks, n_blocks = self._padded_scan(step.first, own)
         else:
-            blocks, n_blocks = self._index.padded(self.group.cells, first)
-        slots = pad(slots, size, self.extent.n_slots)
+            if len(own):
+                self._index.add_early(self.cells, step.first, own)
+            blocks, n_blocks = self._index.padded(self.group.cells, step.first)
+        slots = step.spread(slots, self.extent.n_slots)
         return Places(slots=slots, blocks=blocks, n_blocks=n_blocks)
 
     def _padded_scan(
@@ -209,6 +206,12 @@ class BlockIndex:
         if known is not None and not new <= known:
             known |= new
             self._lists.clear()
+
+    def add_early(self, cells: Cells, seq_ids: Iterable[int], slots: np.ndarray) -> None:
+        """Adds the blocks of cells that sequences will have, in a step that reads them before."""
+        self.padded(cells, seq_ids)
+        for s in seq_ids:
+            self.add(s, slots)
 
     def add_one(self, seq_id: int, slot: int) -> None:
         """Adds the block of one new cell."""

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvrt.arrays import Bool, Int32
-from kvrt.cells.cells import Cells, n_ctx
+from kvrt.cells.cells import Cells
 from kvrt.cells.slots import plan_slots
 
 # By sequence number the cell behind its newest token, -1 for a sequence without a home.
@@ -91,7 +91,7 @@ def _behind(
     cells: Cells, ends: Ends, seq_ids: Int32[np.ndarray, " n"], block_size: int
 ) -> tuple[Int32[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
     """The cells behind each sequence's newest token, and whose tokens all fit there."""
-    last, index = n_ctx(cells) - 1, np.arange(len(seq_ids), dtype=np.int32)
+    last, index = len(cells.pos) - 1, np.arange(len(seq_ids), dtype=np.int32)
     new, at = np.diff(seq_ids, prepend=-1) != 0, ends[seq_ids]
     slots = at if new.all() else at + index - np.maximum.accumulate(np.where(new, index, 0))
     fits = (at > 0) & (slots // block_size == (at - 1) // block_size) & (slots <= last)
@@ -162,6 +162,6 @@ class _Search:
 
 def _by_block(cells: Cells, block_size: int) -> Bool[np.ndarray, "N B"]:
     """Which cells are empty; those that the last block lacks are not."""
-    empty = np.zeros((-(-n_ctx(cells) // block_size), block_size), bool)
-    empty.reshape(-1)[: n_ctx(cells)] = cells.pos < 0
+    empty = np.zeros((-(-len(cells.pos) // block_size), block_size), bool)
+    empty.reshape(-1)[: len(cells.pos)] = cells.pos < 0
     return empty

@@ -5,7 +5,10 @@ A slot equal to the number of cells is padding and is dropped wherever slots are
 Source: llama.cpp `llama_kv_cache::find_slot`, the newest rule.
 """
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -74,6 +77,76 @@ class Places:
     n_blocks: Int32[AnyArray, ""]
     seq_blocks: SeqBlocks | None = None
     fresh: Int32[AnyArray, " F"] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepTokens:
+    """The n tokens of one step, and where they stand in its arrays.
+
+    First come tokens of as many sequences, which read block lists of their own, padded to n_lists;
+    then all others, padded to `size` in all.
+
+    Attributes:
+      tokens: ids. `[n]`
+      pos: positions. `[n]`
+      seq_ids: sequences. `[n]`
+      size: tokens of the arrays, padding included (T).
+      n_single: tokens with a block list of their own.
+      n_lists: those lists, padding included.
+      cached_early: whether tokens are cached before later ones of the step read them.
+    """
+
+    tokens: Int32[np.ndarray, " n"]
+    pos: Int32[np.ndarray, " n"]
+    seq_ids: Int32[np.ndarray, " n"]
+    size: int
+    n_single: int = 0
+    n_lists: int = 0
+    cached_early: bool = False
+
+    @functools.cached_property
+    def first(self) -> Mapping[int, int]:
+        """By sequence, the position of its first token; tokens of one follow each other."""
+        at = np.flatnonzero(np.diff(self.seq_ids, prepend=-1))
+        return dict(zip(self.seq_ids[at].tolist(), self.pos[at].tolist(), strict=True))
+
+    @property
+    def first_behind(self) -> Mapping[int, int]:
+        """As `first`, of sequences without a block list of their own."""
+        return self.first
+
+    def read_blocks(
+        self, blocks: np.ndarray, slots: Int32[np.ndarray, " n"], block_size: int
+    ) -> np.ndarray:
+        """Blocks cached before the step, and those of its own slots that are cached early."""
+        if not self.cached_early:
+            return blocks
+        own = slots[self.n_single :] // block_size
+        return np.array(list(dict.fromkeys([*blocks.tolist(), *own.tolist()])), np.int32)
+
+    def spread(self, values: Int32[np.ndarray, " n"], fill: int) -> Int32[np.ndarray, " T"]:
+        """Values of the tokens at their places in the step's arrays."""
+        out, n, start = np.full(self.size, fill, np.int32), self.n_single, self.n_lists
+        out[:n], out[start : start + len(values) - n] = values[:n], values[n:]
+        return out
+
+
+def one_sequence(
+    tokens: Sequence[int] | np.ndarray, seq_id: int, first: int, size: int
+) -> StepTokens:
+    """A step of one sequence's tokens, at `first` and the positions behind it."""
+    n = len(tokens)
+    pos, seq_ids = np.arange(first, first + n, dtype=np.int32), np.full(n, seq_id, np.int32)
+    return StepTokens(tokens=np.asarray(tokens, np.int32), pos=pos, seq_ids=seq_ids, size=size)
+
+
+Step = TypeVar("Step", bound=StepTokens)
+
+
+def only_tokens(step: Step, stays: Bool[np.ndarray, " n"], **new: Any) -> Step:
+    """A step of the tokens that stay alone, with other fields of its own."""
+    of = {x: getattr(step, x)[stays] for x in ("tokens", "pos", "seq_ids")}
+    return dataclasses.replace(step, **(of | new))
 
 
 def pad(values: Sequence[int] | np.ndarray, size: int, fill: int) -> np.ndarray:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvrt.arrays import AnyArray, Int32, state
-from kvrt.cells.slots import Places, pad
+from kvrt.cellcache.host_cells import Where
+from kvrt.cells.slots import Places, StepTokens, one_sequence, pad
 from kvrt.store.recurrent import StateIndex
 
 
@@ -45,39 +46,33 @@ def bucket(n: int, n_ubatch: int) -> int:
     return next(s for s in buckets(n_ubatch) if s >= n)
 
 
-def without_outputs(batch: Batch) -> Batch:
-    """A batch of which no logits are wanted, for models whose last layers then have no work."""
-    return dataclasses.replace(batch, out_ids=np.zeros(0, np.int32))
-
-
 def without_fresh(batch: Batch) -> Batch:
     """A batch whose new blocks are empty already."""
     places = (dataclasses.replace(of_group, fresh=None) for of_group in batch.places)
     return dataclasses.replace(batch, places=tuple(places))
 
 
-def padded(
-    tokens: np.ndarray,
-    pos: np.ndarray,
-    seq_ids: np.ndarray,
-    out_ids: Sequence[int],
-    where: tuple[Sequence[Places], StateIndex | None],
-    size: int,
+def to_batch(
+    step: StepTokens, where: Where, out_ids: np.ndarray, tokens: AnyArray | None = None
 ) -> Batch:
-    """A batch of `size` tokens; one output or all of them, so two programs a bucket at most."""
-    places, states = where
+    """The arrays of a step, whose tokens the device may have already."""
     return Batch(
-        tokens=pad(tokens, size, 0),
-        pos=pad(pos, size, -1),
-        seq_ids=pad(seq_ids, size, -1),
-        places=tuple(places),
-        states=states,
-        out_ids=pad(out_ids, 1 if len(out_ids) <= 1 else size, 0),
+        tokens=step.spread(step.tokens, 0) if tokens is None else tokens,
+        pos=step.spread(step.pos, -1),
+        seq_ids=step.spread(step.seq_ids, -1),
+        places=where[0],
+        states=where[1],
+        out_ids=out_ids,
     )
 
 
+def some_outputs(wanted: Sequence[int], size: int) -> Int32[np.ndarray, " R"]:
+    """Tokens of a step whose logits are wanted: one or all, so two programs a bucket at most."""
+    return pad(wanted, 1 if len(wanted) <= 1 else size, 0)
+
+
 def prompt_batches(
-    n_tokens: int, n_ubatch: int, place: Callable[[int], tuple], *, skips: bool
+    n_tokens: int, n_ubatch: int, place: Callable[[int], Where], *, skips: bool
 ) -> list[Batch]:
     """Empty batches of the shapes that a prompt has of which the last logits are wanted.
 
@@ -85,16 +80,16 @@ def prompt_batches(
       n_tokens: of the prompt.
       n_ubatch: of a step at most.
       place: where tokens are written of which there are so many.
-      skips: steps before the last have no outputs, see `without_outputs`.
+      skips: steps before the last have no outputs, and leave out layers that only read.
     """
     if not n_tokens:
         return []
-    none, n_last = np.zeros(0, np.int32), (n_tokens - 1) % n_ubatch + 1
+    n_last = (n_tokens - 1) % n_ubatch + 1
     before = [(n_ubatch, skips)] if n_tokens > n_ubatch else []
     wanted = [*before, (bucket(n_last, n_ubatch), False)]
 
     def batch(size: int, without: bool) -> Batch:
-        made = padded(none, none, none, [], place(size), size)
-        return without_outputs(made) if without else made
+        out_ids = some_outputs([], size)[: 0 if without else None]
+        return to_batch(one_sequence([], 0, 0, size), place(size), out_ids)
 
     return [batch(*x) for x in dict.fromkeys(wanted)]

@@ -15,8 +15,9 @@ from kvrt.attention.choice.cases import cases_of
 from kvrt.attention.choice.decide import AttentionChoice, among_processes
 from kvrt.attention.contract import Decoder
 from kvrt.attention.select.labels import label_bytes
+from kvrt.cellcache.host_cells import Where
 from kvrt.cells import Cells, lengthened
-from kvrt.cells.slots import Places, pad
+from kvrt.cells.slots import Places, one_sequence, pad
 from kvrt.config import CacheConfig
 from kvrt.errors import BadConfig
 from kvrt.program import decode_loop, sample, step
@@ -32,7 +33,7 @@ from kvrt.program.layout import Layout, mixes_rotations
 from kvrt.program.mesh import Placement
 from kvrt.program.programs import ModelKind, Program, Programs, TracedParams, reason_for_whole
 from kvrt.program.rounds.layer_skip import n_drafting, round_program
-from kvrt.program.rounds.round import RoundSpec, RoundStep, Verified, plan_round
+from kvrt.program.rounds.round import Drafted, RoundSpec, RoundStep, Verified, round_step
 from kvrt.program.rounds.round_by_layer import round_by_layer
 from kvrt.program.sample import Sampler
 from kvrt.program.step import Cache, StepSpec
@@ -111,20 +112,21 @@ class Device:
 
     # --- steps ---------------------------------------------------------------------------------
 
-    def forward(self, batch: Batch) -> Array:
-        """Runs a batch; its logits."""
+    def forward(self, batch: Batch, sampler: Sampler | None = None) -> tuple[Array, Array | None]:
+        """Runs a batch, not waited for; its logits, and with a sampler a token of each output."""
         if self.labels:
             self._label(batch.places)
         if self.by_layer is None:
-            logits, self.cache = self.programs.run(self._of_step(forward, (), batch))
-            return logits
-        return self.logits(self._rows(batch))
+            program = self._of_step(forward, (), batch, sampler)
+            logits, tokens, self.cache = self.programs.run(program)
+            return logits, tokens
+        return self.logits(self._rows(batch), sampler)
 
-    def logits(self, rows: Array) -> Array:
-        """Logits of the residual stream behind the last layer."""
+    def logits(self, rows: Array, sampler: Sampler | None = None) -> tuple[Array, Array | None]:
+        """As `forward`, of the residual stream behind the last layer."""
         if rows.shape[0] == 0:
-            return jnp.zeros((0, self.n_vocab), jnp.float32)
-        return self.programs.run(self._of_rows(head, (), rows))
+            return jnp.zeros((0, self.n_vocab), jnp.float32), None
+        return self.programs.run(self._of_rows(head, (), rows, sampler))
 
     def _rows(self, batch: Batch) -> Array:
         """The residual stream behind the last layer, of tokens whose logits are wanted."""
@@ -170,25 +172,12 @@ class Device:
         static, args = (self.programs.kind, *static), (self.programs.params, self.cache, *args)
         return Program(run, static, args, donate=(1,), n_known=2)
 
-    def serve(self, batch: Batch, sampler: Sampler) -> tuple[Array, Array]:
-        """Runs a batch of many sequences; a token sampled from each output, and the logits.
-
-        Nobody waits for them here: the next batch may have what `sampled` makes of the tokens.
-        """
-        if self.labels:
-            self._label(batch.places)
-        if self.by_layer is not None:
-            return self.programs.run(self._of_rows(head_serve, (), self._rows(batch), sampler))
-        found = self.programs.run(self._of_step(serve, (), batch, sampler))
-        tokens, logits, self.cache = found
-        return tokens, logits
-
     def sampled(self, tokens: Array, source: np.ndarray) -> Array:
-        """Of tokens that `serve` sampled those at `source`, as the input of another batch."""
+        """Of tokens that `forward` sampled those at `source`, as the input of the next batch."""
         return self.programs.run(Program(sampled, (), (tokens, source)))
 
     def read(self, tokens: Array) -> np.ndarray:
-        """What `serve` sampled, when it is there."""
+        """What `forward` sampled, when it is there."""
         return np.asarray(tokens)  # sync: the scheduler has to know who ends
 
     @property
@@ -209,7 +198,7 @@ class Device:
     def decode(self, plan: LoopPlan, sampler: Sampler, n_best: int) -> tuple[Sampled, Sampler]:
         """Runs a plan of decode steps; what it sampled, and the sampler after it."""
         if self.by_layer is not None and plan.shape[0] == 1:
-            logits = self.forward(decode_loop.batch_of(plan, 0, plan.tokens))
+            logits, _ = self.forward(decode_loop.batch_of(plan, 0, plan.tokens))
             return self.sample(logits, sampler, n_best)
         if self.labels:
             self._label(plan.places)
@@ -256,11 +245,11 @@ class Device:
         )
         for batch in batches:
             if self.by_layer is None:
-                begin(self._of_step(forward, (), batch))
+                begin(self._of_step(forward, (), batch, None))
                 continue
             rows = self.by_layer.rows(Arrays(self.cache, begin), batch)
             if rows.shape[0]:
-                begin(self._of_rows(head, (), rows))
+                begin(self._of_rows(head, (), rows, None))
 
     def sample_program(self, sampler: Sampler, n_best: int) -> Program:
         """The program of `sample` for one sequence."""
@@ -275,12 +264,14 @@ class Device:
             return
         batch = decode_loop.batch_of(plan, 0, plan.tokens)
         rows = self.by_layer.rows(Arrays(self.cache, begin), batch)
-        begin(self._of_rows(head, (), rows))
+        begin(self._of_rows(head, (), rows, None))
         begin(self.sample_program(sampler, loop.n_best))
 
     def empty_round(self, size: int, stop_ids: Sequence[int], sampler: Sampler) -> RoundStep:
         """A round of `size` tokens as programs are compiled for, which is written nowhere."""
-        return plan_round([0], (0, 0), self._nowhere(size), size, stop_ids, sampler)
+        drafted = Drafted(0, 0, sampler.recent.shape[1], (), stop_ids)
+        step, where = one_sequence([0], 0, 0, size), self._nowhere(size)
+        return round_step(step, where, [drafted], (1, size - 1), sampler)
 
     def begin_round(self, begin: Callable, step: RoundStep, how: RoundSpec) -> None:
         """Begins the programs of `verify`, see `Programs.compile_all`."""
@@ -289,16 +280,16 @@ class Device:
         else:
             round_by_layer(self.by_layer, how, Arrays(self.cache, begin), step)
 
-    def _nowhere(self, size: int) -> tuple[list[Places], StateIndex | None]:
+    def _nowhere(self, size: int) -> Where:
         """Places of `size` tokens that are written nowhere and read nothing."""
-        places = [
+        places = tuple(
             Places(
                 slots=np.full(size, x.n_slots, np.int32),
                 blocks=np.zeros(x.n_blocks, np.int32),
                 n_blocks=np.asarray(0, np.int32),
             )
             for x in self._extents
-        ]
+        )
         unused = np.zeros(size, np.int32)
         states = StateIndex(src=unused, dst=unused) if self.layout.recurrent else None
         return places, states
@@ -456,7 +447,15 @@ def dispatched(model: Decoder, config: CacheConfig, *, is_divided: bool) -> tupl
 # --- programs ----------------------------------------------------------------------------------
 
 
-def forward(kind: ModelKind, params: tuple, cache: Cache, batch: Batch) -> tuple[Array, Cache]:
+def forward(
+    kind: ModelKind, params: tuple, cache: Cache, batch: Batch, sampler: Sampler | None
+) -> tuple[Array, Array | None, Cache]:
+    """Logits of a batch, and with a sampler a token for each output."""
+    logits, cache = whole_step(kind, params, cache, batch)
+    return logits, sampler and sample.sample_tokens(logits, sampler)[0], cache
+
+
+def whole_step(kind: ModelKind, params: tuple, cache: Cache, batch: Batch) -> tuple[Array, Cache]:
     """Logits of a batch."""
     if kind.has_runs:
         return _forward_by_kind(kind, params, cache, batch)
@@ -475,26 +474,12 @@ def _forward_by_kind(
     return model.head(rows), arrays.cache()
 
 
-def serve(
-    kind: ModelKind, params: tuple, cache: Cache, batch: Batch, sampler: Sampler
-) -> tuple[Array, Array, Cache]:
-    """A token for each output of a batch, and its logits."""
-    logits, cache = forward(kind, params, cache, batch)
-    tokens, _ = sample.sample_tokens(logits, sampler)
-    return tokens, logits, cache
-
-
-def head(kind: ModelKind, rest: tuple, rows: Float[Array, "R E"]) -> Float[Array, "R V"]:
-    """Logits of a stream."""
-    return kind.outer(rest).head(rows)
-
-
-def head_serve(
-    kind: ModelKind, rest: tuple, rows: Float[Array, "R E"], sampler: Sampler
-) -> tuple[Array, Array]:
-    """A token for each row of a stream, and its logits."""
-    logits = head(kind, rest, rows)
-    return sample.sample_tokens(logits, sampler)[0], logits
+def head(
+    kind: ModelKind, rest: tuple, rows: Float[Array, "R E"], sampler: Sampler | None
+) -> tuple[Float[Array, "R V"], Array | None]:
+    """Logits of a stream, and with a sampler a token for each row."""
+    logits = kind.outer(rest).head(rows)
+    return logits, sampler and sample.sample_tokens(logits, sampler)[0]
 
 
 def sampled(tokens: Array, source: Array) -> Array:
@@ -507,7 +492,7 @@ def decode_steps(
     kind: ModelKind, n_best: int, params: tuple, cache: Cache, plan: LoopPlan, sampler: Sampler
 ) -> tuple[Sampled, Cache, Sampler]:
     """A run of steps."""
-    run = functools.partial(forward, kind, params)
+    run = functools.partial(whole_step, kind, params)
     return decode_loop.decode_many(run, cache, plan, sampler, n_best)
 
 

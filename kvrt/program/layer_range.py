@@ -59,7 +59,7 @@ class LayerRange:
         """Runs the layers behind them; see `finish_layers`."""
         if self._device.by_layer is None:
             return self._run(finish_layers, batch, at, donate=(1,))
-        return self._device.logits(self._in_order(finish_by_layer, batch, at))
+        return self._device.logits(self._in_order(finish_by_layer, batch, at))[0]
 
     def _run(self, part: Callable, batch: Batch, at: np.ndarray, donate: tuple[int, ...]) -> Any:
         device = self._device

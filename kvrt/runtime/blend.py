@@ -16,15 +16,14 @@ import numpy as np
 from kvrt.arrays import Array, Float, Int32, TokenIds
 from kvrt.cache import capture, checks, room
 from kvrt.cache.cell_cache import CellCache
-from kvrt.cache.runner import Runner
+from kvrt.cache.runner import CellSteps, Runner
 from kvrt.cellcache import history
-from kvrt.cellcache.host_cells import SlotPlan
 from kvrt.cells.edits import Copy, Remove, Shift
-from kvrt.cells.slots import pad
+from kvrt.cells.slots import StepTokens, pad
 from kvrt.config import GroupSpec
 from kvrt.errors import BadConfig, BadRange, BadSequence, CannotRewind, UsageError
 from kvrt.kv_types import CHANNEL_CODECS
-from kvrt.program.batch import Batch, bucket
+from kvrt.program.batch import Batch, bucket, some_outputs, to_batch
 from kvrt.program.layer_range import LayerRange
 from kvrt.reuse.blend import BlendSpec, hidden_ratio, to_recompute
 from kvrt.reuse.diff import common_prefix
@@ -174,8 +173,8 @@ class _Blend:
     def __init__(self, cache: CellCache, seq_id: int, spec: BlendSpec, placing: _Placing):
         """Takes a cache with nothing pending."""
         self._cache, self._seq_id, self._spec = cache, seq_id, spec
-        self._layers, self._runner = LayerRange(cache.device, spec.check_layer + 1), Runner(cache)
-        self._placing = placing
+        self._layers = LayerRange(cache.device, spec.check_layer + 1)
+        self._runner, self._placing = Runner(cache.device, CellSteps(cache)), placing
         # By position, the tokens and, by group, their cells: none of them moves meanwhile.
         self._ids, self._slots = np.zeros(0, np.int32), list[np.ndarray]()
 
@@ -187,17 +186,15 @@ class _Blend:
         for at in self._parts(pos[:n]):
             self._place(int(at[-1]))
             with pace.of(len(at), self._cache.device.programs):
-                found.append(self._check(at, self._held(at))[:, : len(at)])
+                batch = self._held(at, [])
+                found.append(self._check(batch, at)[:, : len(at)])
                 if self._spec.auto_ratio:
                     jax.block_until_ready(found[-1])  # sync: it is timed
         self._ids = np.concatenate([self._ids, suffix])
         for at in self._parts(pos[n:]):
-            mine = np.full(len(at), self._seq_id, np.int32)
-            plan = self._runner.place(mine, {self._seq_id: int(at[0])})
-            self._check(at, plan)
-            self._runner.commit(plan, self._ids[at], at)
-            new = zip(self._slots, plan.found, strict=True)
-            self._slots = [np.concatenate([held, more.slots]) for held, more in new]
+            step, none = self._tokens(at), some_outputs([], self._size(at))
+            self._runner.run(step, none, lambda batch, at=at: self._check(batch, at))
+        self._slots = [x.by_position(self._seq_id) for x in self._cache.host.groups]
         # sync: the host has to know which tokens the other layers compute.
         apart = np.concatenate([np.asarray(x) for x in found], axis=1)
         spec, prefill_s = self._settled(n, pace)
@@ -230,23 +227,23 @@ class _Blend:
         hidden = hidden_ratio(self._placing.loading.load_s, prefill_s)
         return dataclasses.replace(spec, ratio=max(spec.ratio, hidden)), prefill_s
 
-    def _check(self, at: np.ndarray, plan: SlotPlan) -> Array:
+    def _check(self, batch: Batch, at: np.ndarray) -> Array:
         """Distances of tokens at positions `at` from what was cached, after the first layers."""
-        where = pad(at, self._size(at), self._cache.config.n_ctx)
-        return self._layers.check(self._batch(at, plan, []), where)
+        return self._layers.check(batch, pad(at, self._size(at), self._cache.config.n_ctx))
 
     def _finish(self, at: np.ndarray) -> Array:
         """Logits of the last of some tokens, after the other layers."""
-        batch = self._batch(at, self._held(at), [len(at) - 1])
-        return self._layers.finish(batch, pad(at, self._size(at), 0))
+        return self._layers.finish(self._held(at, [len(at) - 1]), pad(at, self._size(at), 0))
 
-    def _batch(self, at: np.ndarray, plan: SlotPlan, wanted: list[int]) -> Batch:
-        return self._runner.batch(plan, self._ids[at], at, wanted, self._size(at))
+    def _held(self, at: np.ndarray, wanted: list[int]) -> Batch:
+        """Tokens at positions `at`, in the cells that they have."""
+        step = self._tokens(at)
+        where = self._cache.host.places(step, [of[at] for of in self._slots])
+        return to_batch(step, where, some_outputs(wanted, step.size))
 
-    def _held(self, at: np.ndarray) -> SlotPlan:
-        """The cells that tokens at positions `at` have."""
-        slots = [of[at] for of in self._slots]
-        return self._cache.host.held(self._seq_id, int(at[0]), slots)
+    def _tokens(self, at: np.ndarray) -> StepTokens:
+        mine = np.full(len(at), self._seq_id, np.int32)
+        return StepTokens(tokens=self._ids[at], pos=at, seq_ids=mine, size=self._size(at))
 
     def _size(self, at: np.ndarray) -> int:
         return padded_size(len(at), self._cache.config.n_ubatch)

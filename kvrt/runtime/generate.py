@@ -10,7 +10,6 @@ import numpy as np
 from kvrt.arrays import Array
 from kvrt.cache import checks
 from kvrt.cache.last_logits import ResumePoint
-from kvrt.cache.runner import Ran, read_run
 from kvrt.drafts.back_off import BackOff
 from kvrt.drafts.drafter import Speculation
 from kvrt.errors import BadConfig, BadToken
@@ -21,7 +20,7 @@ from kvrt.program.disk_hits import CompileProgress
 from kvrt.program.programs import Program
 from kvrt.program.rounds import layer_skip
 from kvrt.program.rounds.round import RoundSpec
-from kvrt.runtime.stepper import Drafting, Stepper
+from kvrt.runtime.stepper import Drafting, Ran, Stepper, read_run
 from kvrt.whole_numbers import take_whole_numbers
 
 

@@ -6,19 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from kvrt.arrays import Array, Float, TokenIds
+from kvrt.arrays import Array, Float, Int32, TokenIds
 from kvrt.cache import checks, room
 from kvrt.cache.cell_cache import CellCache
 from kvrt.cache.last_logits import ResumePoint
-from kvrt.cache.runner import Ran, Runner, following
+from kvrt.cache.runner import CellSteps, Runner
 from kvrt.cellcache import history
 from kvrt.cells.edits import Remove
+from kvrt.cells.slots import StepTokens, one_sequence, only_tokens
 from kvrt.drafts.back_off import BackOff, after_round
 from kvrt.drafts.drafter import DraftContext, Drafter, Speculation
 from kvrt.drafts.layer_skip import LayerSkip
 from kvrt.errors import BadLogits, BadRange, BadToken, CannotRewind
-from kvrt.program.decode_loop import LoopSpec
-from kvrt.program.rounds.round import RoundSpec
+from kvrt.program.batch import bucket, some_outputs, to_batch
+from kvrt.program.decode_loop import LoopSpec, Sampled, plan_run
+from kvrt.program.rounds.round import Drafted, RoundSpec, Verified
 from kvrt.program.sample import Sampler
 
 # Called with tokens done and tokens in all after each step of an append. What it raises ends the
@@ -37,6 +39,40 @@ class Drafting:
     back_off: BackOff
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ran:
+    """Tokens that a sequence sampled in one run, on the host.
+
+    Attributes:
+      tokens: all of them; the last one is not in the cache.
+      best_ids: the most probable ids where each was sampled.
+      best: their log-probabilities.
+      sampler: after the last token.
+    """
+
+    tokens: Int32[np.ndarray, " n"]
+    best_ids: Int32[np.ndarray, "n K"]
+    best: Float[np.ndarray, "n K"]
+    sampler: Sampler
+
+
+def read_run(sampled: Sampled, sampler: Sampler) -> Ran:
+    """Fetches the tokens of a run of one sequence."""
+    n = int(sampled.n_steps)  # sync: how far the run came, and the caller sees each token
+    arrays = sampled.tokens, sampled.best_ids, sampled.best
+    tokens, best_ids, best = (np.asarray(x)[:n, 0] for x in arrays)
+    return Ran(tokens=tokens, best_ids=best_ids, best=best, sampler=sampler)
+
+
+def read_round(verified: Verified) -> tuple[Ran, int]:
+    """Fetches the tokens of a round of one sequence, and how many drafts were verified."""
+    (newest,), (more,), (n_drafted,) = verified.read()
+    tokens, n = np.array([newest, *more], np.int32), len(more) + 1
+    best_ids, best = (np.asarray(x)[:n] for x in (verified.best_ids, verified.best))
+    ran = Ran(tokens=tokens, best_ids=best_ids, best=best, sampler=verified.sampler)
+    return ran, n_drafted
+
+
 class Stepper:
     """Runs steps: plans on the host, runs on the device, and notes what was done."""
 
@@ -45,7 +81,8 @@ class Stepper:
         self.n_vocab, self.device = n_vocab, cache.device
         self.cache = self._cache = cache
         self._host, self._config = cache.host, cache.config
-        self.runner = Runner(cache)
+        self._cells = CellSteps(cache)
+        self.runner = Runner(cache.device, self._cells)
 
     def append(
         self,
@@ -72,10 +109,8 @@ class Stepper:
                     room.make_room(cache, {seq_id: len(part)})
                 if cache.self_extend:
                     cache.extend(seq_id)
-                pos = following(self._host.pos_max(seq_id) + 1, len(part))
                 here = [i - n_done for i in wanted if n_done <= i < n_done + len(part)]
-                mine = np.full(len(part), seq_id, np.int32)
-                logits.append(self.runner.step(part, pos, mine, here))
+                logits.append(self._step(self._at_end(part, seq_id), here))
                 n_done += len(part)
                 if kept and (kept.is_due(self._host.pos_max(seq_id) + 1) or n_done == n > 1):
                     cache.add_checkpoint(seq_id)
@@ -129,17 +164,16 @@ class Stepper:
             cache.copy_on_write(np.full(len(ids), seq_id, np.int32), {seq_id: first})
         else:
             room.check_free(cache, len(ids), host.n_free)
-        n_done, step = 0, self._config.n_ubatch
+        n_done, n_ubatch = 0, self._config.n_ubatch
         try:
-            for start in range(0, len(ids), step):
-                part = ids[start : start + step]
-                pos = following(first + start, len(part))
-                mine = np.full(len(part), seq_id, np.int32)
-                logits = self.runner.step(part, pos, mine, [len(part) - 1])
+            for start in range(0, len(ids), n_ubatch):
+                part = ids[start : start + n_ubatch]
+                step = one_sequence(part, seq_id, first + start, bucket(len(part), n_ubatch))
+                logits = self._step(step, [len(part) - 1])
                 host.history = history.filled(host.history, seq_id, first + start, len(part))
                 n_done = start + len(part)
-                if int(pos[-1]) == host.pos_max(seq_id):
-                    cache.logits.put(seq_id, int(pos[-1]), logits)
+                if (last := first + n_done - 1) == host.pos_max(seq_id):
+                    cache.logits.put(seq_id, last, logits)
         except BaseException as error:
             _note(error, n_done, len(ids), f"from position {first} of sequence {seq_id} on")
             raise
@@ -157,7 +191,9 @@ class Stepper:
             for s in seqs:
                 cache.extend(s)
         pos = np.array([host.pos_max(s) + 1 for s in seqs], np.int32)
-        logits = self.runner.step(ids, pos, np.array(seqs, np.int32), list(range(n)))
+        seq_ids, size = np.array(seqs, np.int32), bucket(n, self._config.n_ubatch)
+        step = StepTokens(tokens=ids, pos=pos, seq_ids=seq_ids, size=size)
+        logits = self._step(step, range(n))
         for i, s in enumerate(seqs):
             cache.logits.put(s, int(pos[i]), logits[i : i + 1])
         return {s: logits[i] for i, s in enumerate(seqs)}
@@ -167,8 +203,7 @@ class Stepper:
         self._cache.check_seq_id(seq_id)
         ids = checks.token_ids(tokens, self.n_vocab)
         checks.step_size(len(ids), self._config.n_ubatch)
-        first = self._host.pos_max(seq_id) + 1
-        return self.runner.probe(ids, seq_id, first)
+        return self._probed(ids, seq_id, self._host.pos_max(seq_id) + 1)
 
     def last_logits(self, seq_id: int) -> Float[Array, "1 V"]:
         """See `Runtime.last_logits`."""
@@ -218,7 +253,7 @@ class Stepper:
             )
         try:
             with self._cache.without(seq_id, pos):
-                return self.runner.probe(ids, seq_id, pos)
+                return self._probed(ids, seq_id, pos)
         except CannotRewind as error:
             raise CannotRewind(
                 f"sequence {seq_id} has no logits to sample from, and its newest token cannot be "
@@ -228,7 +263,7 @@ class Stepper:
     def bad_logits(self, seq_id: int) -> BadLogits:
         """Counts logits that no token can be sampled from, of the newest token of a sequence."""
         self._cache.counts.n_bad_logits += 1
-        self._cache.logits.forget(seq_id)
+        self._cache.logits.forget([seq_id])
         return BadLogits(
             f"sequence {seq_id}: the logits of its token at position {self._host.pos_max(seq_id)} "
             "have NaN, +inf or no finite value, so there is no next token; the weights, or the "
@@ -243,7 +278,15 @@ class Stepper:
         The run is cut where the cache is full or the context has to shift.
         """
         n = self._n_ahead(seq_id, n_steps)
-        return self.runner.loop(token, seq_id, loop, n, sampler)
+        step = self._at_end([token] * n, seq_id, loop.stride)
+        where = self._cells.place(dataclasses.replace(step, cached_early=n > 1))
+        first = int(step.pos[0])
+        run = plan_run((token, first), seq_id, where, loop.stop_ids, n)
+        ran = read_run(*self.device.decode(run, sampler, loop.n_best))
+        self._keep(step, ran.tokens)
+        if self._config.select:
+            self._cache.note_reads(seq_id, first)
+        return ran
 
     def run_round(
         self, token: int, seq_id: int, loop: LoopSpec, asked: Drafting, sampler: Sampler
@@ -264,14 +307,57 @@ class Stepper:
         if len(ids) == 1:
             return None
         how = RoundSpec(n_best=loop.n_best, exit_layer=spec.exit_layer)
-        size = spec.n_draft + 1
-        ran, n_drafted = self.runner.round(ids, seq_id, size, loop.stop_ids, how, sampler)
+        step = self._at_end(ids, seq_id, spec.n_draft + 1)
+        step = dataclasses.replace(step, cached_early=spec.exit_layer is not None)
+        drafted = Drafted(0, 0, sampler.recent.shape[1], ids[1:], loop.stop_ids)
+        verified = self.runner.round(step, [drafted], (1, spec.n_draft), how, sampler)
+        ran, n_drafted = read_round(verified)
+        # Drafts that stay are the tokens that were sampled.
+        self._keep(step, ran.tokens)
         n_sampled = len(ran.tokens)
         counts.n_rounds += 1
         counts.n_drafted += n_drafted
         counts.n_accepted += n_sampled - 1
         n_all = asked.n_sampled + n_sampled
         return ran, after_round(asked.back_off, n_all, n_drafted, n_sampled - 1)
+
+    def _step(self, step: StepTokens, wanted: Sequence[int]) -> Array:
+        """Runs a step of tokens that stay; the logits of those `wanted`."""
+        skips = not wanted and self.device.skips_unwanted
+        out_ids = some_outputs(wanted, step.size)[: 0 if skips else None]
+        logits, _ = self.runner.run(step, out_ids, self.device.forward)
+        if self._config.select and len(step.tokens) == 1:
+            self._cache.note_reads(int(step.seq_ids[0]), int(step.pos[0]))
+        return logits if len(logits) == len(wanted) else logits[: len(wanted)]
+
+    def _at_end(
+        self, tokens: Sequence[int] | np.ndarray, seq_id: int, size: int | None = None
+    ) -> StepTokens:
+        """Tokens at the end of a sequence; of a bucket's size, if none is given."""
+        size = size or bucket(len(tokens), self._config.n_ubatch)
+        return one_sequence(tokens, seq_id, self._host.pos_max(seq_id) + 1, size)
+
+    def _keep(self, step: StepTokens, sampled: Int32[np.ndarray, " n"]) -> None:
+        """Appends the first tokens of a step: the newest one, and those sampled but the last."""
+        n, n_all = len(sampled), len(step.tokens)
+        stays, fed = np.arange(n_all) < n, np.append(step.tokens[:1], sampled[:-1])
+        self._cells.append(only_tokens(step, stays, tokens=fed), None if n == n_all else stays)
+
+    def _probed(self, ids: np.ndarray, seq_id: int, first: int) -> Array:
+        """The logits of tokens at `first` and behind, which leave no trace in states either."""
+        self._cache.flush()
+        n, size = len(ids), bucket(len(ids), self._config.n_ubatch)
+        step = one_sequence(ids, seq_id, first, size)
+        where = self._host.probe(step)
+        batch = to_batch(step, where, some_outputs(range(n), size))
+        if where[1] is None:
+            return self.device.forward(batch)[0][:n]
+        index = int(where[1].dst[0])
+        held = self.device.take_state(index)
+        try:
+            return self.device.forward(batch)[0][:n]
+        finally:
+            self.device.put_state(index, held)
 
     def _drafts(
         self, drafter: Drafter, token: int, seq_id: int, asked: Drafting, n: int

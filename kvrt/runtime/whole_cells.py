@@ -12,12 +12,12 @@ import numpy as np
 from kvrt.arrays import Float, Int32
 from kvrt.attention.scored.tapped import cell_sums
 from kvrt.cache.cell_cache import CellCache
-from kvrt.cache.runner import Runner
 from kvrt.cellcache import history
 from kvrt.cells.edits import Remove
+from kvrt.cells.slots import StepTokens
 from kvrt.errors import BadConfig, BadRange, CannotRewind, UsageError
 from kvrt.kv_types import CHANNEL_CODECS
-from kvrt.program.batch import bucket
+from kvrt.program.batch import bucket, some_outputs, to_batch
 from kvrt.program.layers.taps import look
 
 
@@ -107,10 +107,10 @@ def _scores(
     cache.flush()
     (pos, ids), host = held, cache.host
     slots = [x.by_position(seq_id) for x in host.groups]
-    plan = host.held(seq_id, int(pos[at[0]]), [of[at] for of in slots])
-    size = bucket(len(at), cache.config.n_ubatch)
-    batch = Runner(cache).batch(plan, ids[at], pos[at], [], size)
-    device = cache.device
+    mine, size = np.full(len(at), seq_id, np.int32), bucket(len(at), cache.config.n_ubatch)
+    step = StepTokens(tokens=ids[at], pos=pos[at], seq_ids=mine, size=size)
+    where = host.places(step, [of[at] for of in slots])
+    batch, device = to_batch(step, where, some_outputs([], size)), cache.device
     found = look(device.programs, device.by_layer, device.cache, batch, cell_sums)
     given = np.zeros(len(pos))
     for group, of in zip(device.layout.groups, slots, strict=True):

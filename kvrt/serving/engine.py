@@ -1,5 +1,6 @@
 """Many requests on one cache: added at any time, computed together, reported step by step."""
 
+import dataclasses
 from collections.abc import Generator, Sequence
 from typing import Any, Literal
 
@@ -26,7 +27,6 @@ from kvrt.serving.offload import Tiers
 from kvrt.serving.outputs import Output, Outputs
 from kvrt.serving.request import Request, SeqState, samples_of
 from kvrt.serving.scheduling.agreement import agreement_for
-from kvrt.serving.scheduling.forks import fork_of
 from kvrt.serving.sessions.engine_sessions import EngineSessions
 from kvrt.serving.sessions.pins import Pin, Pins
 from kvrt.serving.steps import EngineSteps
@@ -153,7 +153,9 @@ class Engine:
         """
         self._steps.beams.check_no_search(request_id, sample)
         src = self._scheduler.find(request_id, sample)
-        dst = fork_of(src, fork_id, sampling)
+        sampling = sampling or src.sampling
+        request = dataclasses.replace(src.request, id=fork_id, n=1, sampling=sampling)
+        dst = src.forked(request, 0)
         self._check(dst.request, dst.context)
         n = self._scheduler.fork(src, dst)
         self._steps.metrics.forked(n > 0)

@@ -234,7 +234,7 @@ class Metrics:
         self._n_steps += 1
         self._n_ahead += ahead
         self._tokens["decode"] += len(plan.decode) - n_past
-        self._tokens["prompt"] += plan.n_tokens - len(plan.decode)
+        self._tokens["prompt"] += sum(n for _, _, n in plan.prompts)
         self._tokens["sampled"] += n_sampled
         self._sequences["forked"] += sum(dst.seq_id is not None for _, dst in plan.forks)
 

@@ -364,6 +364,21 @@ class SeqState:
         n_until = None if self.context is None else self.n_until
         self.seq_id, self.capacity = seq_id, capacity if n_until is None else n_until
 
+    def forked(self, request: Request, sample: int) -> "SeqState":
+        """A sample of a request that begins with all tokens of this one.
+
+        It is as one that was there from the beginning and sampled the same tokens: they count for
+        n_predict, for its repeat penalty and for its random numbers.
+        """
+        return SeqState(
+            request=request,
+            sample=sample,
+            tokens=list(self.tokens),
+            context=self.context,
+            extend=self.extend,
+            reads_sparsely=self.reads_sparsely,
+        )
+
     def restart(self) -> None:
         """Nothing of it is in the cache; its policy has dropped nothing."""
         assert not self.n_dropped, "what was dropped cannot be computed again"

@@ -1,4 +1,4 @@
-"""The tokens of one step of many sequences, and where they lie in its arrays.
+"""The tokens of one step of many sequences, where they lie in its arrays, and what it sampled.
 
 First come the sequences that decode, a token each, padded to one for every sequence that may be
 there; then the tokens of prompts, padded to a bucket, or those of rounds: the newest token of a
@@ -6,13 +6,16 @@ sequence and its drafts.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from kvrt.arrays import Bool, Int32
+from kvrt.arrays import Array, Bool, Int32
+from kvrt.cells.slots import StepTokens, only_tokens
 from kvrt.program.batch import bucket
+from kvrt.program.rounds.round import Verified
 from kvrt.serving.request import SeqState
 from kvrt.serving.scheduling.step_plan import StepPlan
 
@@ -47,43 +50,36 @@ class Chunk(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StepBatch:
-    """The tokens of one step.
+class StepBatch(StepTokens):
+    """The tokens of one step, those of `decode` first, then the prompts' one after another.
 
     Attributes:
-      decode: samples of which it is the last token.
+      decode: samples of which it is the last token; each reads a block list of its own.
       starts: tokens of each of those that come before it.
       prompts: tokens of the others, drafts included.
-      tokens: ids, those of decode first, then the prompts' one after another.
-      pos: positions likewise.
-      seq_ids: sequences likewise.
-      n_seq_max: tokens of decode that the arrays begin with, padding included.
-      n_prompt: tokens of prompts, padding included.
-      cached_early: whether tokens of prompts are cached before later ones of the step read them.
     """
 
     decode: tuple[SeqState, ...]
     starts: Int32[np.ndarray, " d"]
     prompts: tuple[Chunk, ...]
-    tokens: Int32[np.ndarray, " n"]
-    pos: Int32[np.ndarray, " n"]
-    seq_ids: Int32[np.ndarray, " n"]
-    n_seq_max: int
-    n_prompt: int
-    cached_early: bool = False
+
+    @functools.cached_property
+    def first(self) -> Mapping[int, int]:
+        """See `StepTokens`."""
+        n = self.n_single
+        single = zip(self.seq_ids[:n].tolist(), self.pos[:n].tolist(), strict=True)
+        return {**dict(single), **self.first_behind}
+
+    @property
+    def first_behind(self) -> Mapping[int, int]:
+        """See `StepTokens`."""
+        return {c.seq_id: c.pos for c in self.prompts}
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
         """All tokens by sample, in their order."""
         first = zip(self.decode, self.starts.tolist(), strict=True)
         return (*(Chunk(state, start, 1) for state, start in first), *self.prompts)
-
-    @property
-    def first(self) -> dict[int, int]:
-        """By sequence, the position of its first token."""
-        n = len(self.decode)
-        found = dict(zip(self.seq_ids[:n].tolist(), self.pos[:n].tolist(), strict=True))
-        return found | {c.seq_id: c.pos for c in self.prompts}
 
     @property
     def n_before(self) -> Int32[np.ndarray, " n"]:
@@ -95,56 +91,30 @@ class StepBatch:
         more = [c.n_before - c.pos for c in chunks]
         return self.pos + np.repeat(np.array(more, np.int32), [c.n for c in chunks])
 
-    @property
-    def size(self) -> int:
-        """Tokens of the step, padding included (T)."""
-        return self.n_seq_max + self.n_prompt
-
-    def spread(self, values: Int32[np.ndarray, " n"], fill: int) -> Int32[np.ndarray, " T"]:
-        """Values a token at their places in the step's arrays."""
-        out, n = np.full(self.size, fill, np.int32), len(self.decode)
-        out[:n] = values[:n]
-        out[self.n_seq_max : self.n_seq_max + len(values) - n] = values[n:]
-        return out
-
-    def prompt_blocks(
-        self, blocks: np.ndarray, slots: Int32[np.ndarray, " n"], block_size: int
-    ) -> np.ndarray:
-        """The blocks that tokens of prompts read, each once.
-
-        Args:
-          blocks: of what was cached before the step.
-          slots: of the step's tokens, which are read where they are `cached_early`.
-          block_size: cells of a block.
-        """
-        if not self.cached_early:
-            return blocks
-        own = slots[len(self.decode) :] // block_size
-        return np.array(list(dict.fromkeys([*blocks.tolist(), *own.tolist()])), np.int32)
-
     def kept(self, n_kept: Mapping[SeqState, int]) -> "tuple[StepBatch, Bool[np.ndarray, ' n']]":
         """The step without drafts that do not stay, and which of its tokens do.
 
         Args:
           n_kept: tokens that stay of each sample, the first ones.
         """
-        decode = np.array([n_kept[s] > 0 for s in self.decode], bool)
+        single = np.array([n_kept[s] > 0 for s in self.decode], bool)
         behind = [np.arange(c.n) < n_kept[c.state] for c in self.prompts]
-        stays = np.concatenate([decode, *behind])
-        prompts = (c._replace(n=n_kept[c.state]) for c in self.prompts if n_kept[c.state])
-        left = dataclasses.replace(
+        stays = np.concatenate([single, *behind])
+        decode = tuple(s for s in self.decode if n_kept[s])
+        left = only_tokens(
             self,
-            decode=tuple(s for s in self.decode if n_kept[s]),
-            starts=self.starts[decode],
-            prompts=tuple(prompts),
-            **{x: getattr(self, x)[stays] for x in ("tokens", "pos", "seq_ids")},
+            stays,
+            decode=decode,
+            starts=self.starts[single],
+            prompts=tuple(c._replace(n=n_kept[c.state]) for c in self.prompts if n_kept[c.state]),
+            n_single=len(decode),
         )
         return left, stays
 
     def last(self) -> dict[SeqState, int]:
         """By sample, where the last of its tokens stands."""
         found = dict(zip(self.decode, range(len(self.decode)), strict=True))
-        end = self.n_seq_max
+        end = self.n_lists
         for c in self.prompts:
             end += c.n
             found[c.state] = end - 1
@@ -158,6 +128,31 @@ class StepBatch:
         return [*decode, *((c.state, c.end) for c in self.prompts)]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Launched:
+    """A step that was dispatched, and what it sampled, which nobody has read yet.
+
+    Attributes:
+      plan: of it.
+      step: its tokens, all drafts included.
+      states: samples that get tokens, in the order of the outputs; those with drafts are last.
+      tokens: a token of each, padded.
+      verified: all that was sampled where some have drafts; None where nobody has.
+      logits: of the outputs; those of drafts are behind those of the samples.
+      start: when it was planned, in seconds.
+      ahead: whether the step before it was not read yet.
+    """
+
+    plan: StepPlan
+    step: StepBatch
+    states: Sequence[SeqState]
+    tokens: Array
+    verified: Verified | None
+    logits: Array
+    start: float
+    ahead: bool
+
+
 def step_batch(
     plan: StepPlan,
     n_seq_max: int,
@@ -168,7 +163,7 @@ def step_batch(
 ) -> StepBatch:
     """The tokens of a plan for n_seq_max sequences and n_batch tokens a step at most.
 
-    With drafts those of prompts and rounds are padded to n_rounds; see `StepBatch.cached_early`.
+    With drafts those of prompts and rounds are padded to n_rounds; see `StepTokens.cached_early`.
     """
     # The last token of a prompt reads all, whether it is alone in its step or not.
     ends = [s for s in plan.decode if s.reads_sparsely and s.n_computed < s.n_prompt]
@@ -183,6 +178,7 @@ def step_batch(
         ids += c.state.tokens[c.start : c.end]
         ids += plan.drafts.get(c.state, ())
     n_prompt = len(ids) - len(decode)
+    n_padded = n_rounds or (bucket(n_prompt, n_batch) if n_prompt else 0)
     return StepBatch(
         decode=decode,
         starts=starts,
@@ -192,8 +188,9 @@ def step_batch(
         seq_ids=_joined(
             np.array(seq_ids, np.int32), [np.full(c.n, c.seq_id, np.int32) for c in prompts]
         ),
-        n_seq_max=n_seq_max,
-        n_prompt=n_rounds or (bucket(n_prompt, n_batch) if n_prompt else 0),
+        size=n_seq_max + n_padded,
+        n_single=len(decode),
+        n_lists=n_seq_max,
         cached_early=cached_early,
     )
 

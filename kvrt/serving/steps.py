@@ -12,21 +12,20 @@ A step runs ahead if it decodes and nothing else, and if what it decides cannot 
 sampled (`EngineSteps._may_run_ahead`). In any other case the last one is read first.
 """
 
-import dataclasses
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvrt.arrays import Array, Float
-from kvrt.cells.slots import Places, pad
+from kvrt.cache.runner import Runner
+from kvrt.cells.slots import pad
 from kvrt.errors import BadRequest
-from kvrt.program.batch import Batch
 from kvrt.program.device import Device
-from kvrt.program.sample import NO_TOKEN
+from kvrt.program.sample import NO_TOKEN, Sampler
 from kvrt.serving.beams.running import RunningBeams
 from kvrt.serving.cache.base import Space
 from kvrt.serving.config import EngineConfig
-from kvrt.serving.drafting.engine_drafts import EngineDrafts, LaunchedRounds
+from kvrt.serving.drafting.engine_drafts import EngineDrafts
 from kvrt.serving.metrics import EngineStats, Metrics, device_counts
 from kvrt.serving.outputs import Output, bad_logits, output_of
 from kvrt.serving.reading.shared_reads import SharedReads
@@ -35,39 +34,10 @@ from kvrt.serving.samplers import Samplers
 from kvrt.serving.scheduling.agreement import Agreement
 from kvrt.serving.scheduling.scheduler import Scheduler
 from kvrt.serving.scheduling.step_plan import StepPlan
-from kvrt.serving.step_batch import StepBatch, step_batch
-from kvrt.store.recurrent import StateIndex
+from kvrt.serving.step_batch import Launched, StepBatch, step_batch
 
 # In place of a token that is being sampled, while the step after it is planned.
 _AWAITED = -1
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Launched:
-    """A step that was dispatched, and what it sampled, which nobody has read yet.
-
-    Attributes:
-      plan: of it.
-      step: its tokens.
-      states: samples that get a token each, in the order of the outputs.
-      tokens: sampled, padded.
-      logits: of the outputs.
-      start: when it was planned, in seconds.
-      ahead: whether the step before it was not read yet.
-    """
-
-    plan: StepPlan
-    step: StepBatch
-    states: Sequence[SeqState]
-    tokens: Array
-    logits: Array
-    start: float
-    ahead: bool
-
-    @property
-    def n_past(self) -> int:
-        """Tokens that it computed past the end of their sample."""
-        return sum(s.status == "finished" for s in self.step.decode) if self.ahead else 0
 
 
 class EngineSteps:
@@ -100,14 +70,15 @@ class EngineSteps:
         wanted = not device.is_host if options.run_ahead is None else options.run_ahead
         self._ahead = wanted and space.keeps_others and not device.is_divided
         self._drafts: EngineDrafts | None = None
-        self._rounds: LaunchedRounds | None = None
         if options.speculation is not None:
             self._drafts = EngineDrafts(options.speculation, device, space, self._n_batch)
             self._ahead = False
         # Not read yet, the older one first; two of them only while a step runs.
         self._launched: deque[Launched] = deque()
-        self._reads = SharedReads(device) if options.shared_reads else None
+        self._reads = reads = SharedReads(device) if options.shared_reads else None
         self._n_seq_max, self._agreement = space.n_seq_max, agreement
+        check = agreement.check if agreement else None
+        self._runner = Runner(device, space, reads and reads.share, check)
         self.scheduler = Scheduler(space, options.rules)
         self.samplers = Samplers(self._n_seq_max, options.n_recent)
         self.beams = RunningBeams(self.scheduler, device)
@@ -148,15 +119,12 @@ class EngineSteps:
           waits: for a tier, where nobody can do anything before it has loaded something.
         """
         self._sampled, self._rows, outputs = (), {}, []
-        if self._drafts and self._rounds:
-            # The last call was interrupted before it had read them.
-            return self._finish_rounds(self._drafts, self._rounds)
         if self._launched and all(s.status == "finished" for s in self._launched[0].states):
             self._launched.popleft()
         if not self._launched:
             plan = self._plan()
             outputs = self.report(plan.refused) if plan.refused else []
-            if not plan.n_tokens:
+            if not (plan.decode or plan.prompts):
                 if self._agreement:
                     self._agreement.check(None)
                 if self._space.tiers and waits and not outputs:
@@ -164,17 +132,12 @@ class EngineSteps:
                 return outputs
             if self._drafts:
                 self._drafts.plan(plan, len(self.scheduler.running))
-                if plan.drafts:
-                    self._rounds = self._launch_rounds(self._drafts, plan)
-                    return outputs + self._finish_rounds(self._drafts, self._rounds)
             self._launch(plan, None)
         last = self._launched[0]
         if self._ahead and len(self._launched) == 1 and self._may_run_ahead(last):
             self._launch_ahead(last)
-        tokens = self._device.read(last.tokens).tolist()
-        # Whatever fails or interrupts before this, the step can still be read.
-        self._launched.popleft()
-        return outputs + self._finish(last, tokens)
+        # Whatever fails or interrupts before it was read, it can still be.
+        return outputs + self._finish(last)
 
     def snapshot(self, *, n_pins: int) -> EngineStats:
         """Counters so far, and n_pins prefixes that are pinned."""
@@ -209,7 +172,11 @@ class EngineSteps:
             return False  # some compute a prompt, or were forked
         if any(s.status == "finished" for s in last.states):
             return False  # they were cancelled
-        if self.beams or self.scheduler.may_admit or not self._space.has_room(len(running)):
+        if (
+            self.beams.searches
+            or self.scheduler.may_admit
+            or not self._space.has_room(len(running))
+        ):
             return False
         if any(s.n_until == s.n_computed for s in running):
             return False
@@ -221,7 +188,7 @@ class EngineSteps:
             state.tokens.append(_AWAITED)
         try:
             plan = self._plan()
-            assert plan.n_tokens == len(plan.decode) > 0, "who runs has a token to decode"
+            assert plan.decode and not plan.prompts, "who runs has a token to decode"
             self._launch(plan, last)
         finally:
             for state in last.states:
@@ -232,52 +199,45 @@ class EngineSteps:
     def _launch(self, plan: StepPlan, last: Launched | None) -> None:
         """Dispatches a step, ahead of the last one if that was not read."""
         self.metrics.planned(plan)
-        start = time.perf_counter()
-        step = step_batch(plan, self._n_seq_max, self._n_batch)
-        states = [*plan.ending, *(dst for _, dst in plan.forks)]
-        tokens, logits = self._serve(step, plan, states, last)
-        if self._ahead:
-            tokens.copy_to_host_async()  # not behind the next step
-        self._space.commit(step)
-        if last is None:
-            self._space.learn(step)
-        self.scheduler.ran(plan)
+        start, drafts = time.perf_counter(), self._drafts if plan.drafts else None
+        n_rounds, early = (drafts.n_tokens(plan), drafts.on_device) if drafts else (None, False)
+        step = step_batch(plan, self._n_seq_max, self._n_batch, n_rounds, cached_early=early)
+        verified = None
+        if drafts:
+            states = [*step.decode, *plan.drafts]
+            verified = drafts.run(self._runner, step, plan, self.samplers.sampler(states))
+            logits, tokens = verified.logits, verified.first
+        else:
+            states, wanted = _outputs(step, plan)
+            logits, tokens = self._run(step, wanted, self.samplers.sampler(states), last)
+            if last is None:
+                self._space.learn(step)
+            self.scheduler.ran(plan)
         launched = Launched(
             plan=plan,
             step=step,
             states=states,
             tokens=tokens,
+            verified=verified,
             logits=logits,
             start=start,
             ahead=last is not None,
         )
         self._launched.append(launched)
 
-    def _serve(
-        self, step: StepBatch, plan: StepPlan, states: list[SeqState], last: Launched | None
+    def _run(
+        self, step: StepBatch, wanted: Sequence[int], sampler: Sampler, last: Launched | None
     ) -> tuple[Array, Array]:
-        """Dispatches a step; the next token of each of some samples, and the logits of all."""
-        places, recurrent = self._placed(step)
-        wanted = range(len(states))  # where all decode
-        if step.prompts or plan.forks:
-            at, parent = step.last(), {dst: src for src, dst in plan.forks}
-            wanted = [at[parent.get(s, s)] for s in states]
-        batch = Batch(
-            tokens=step.spread(step.tokens, 0) if last is None else self._awaited(step, last),
-            pos=step.spread(step.pos, -1),
-            seq_ids=step.spread(step.seq_ids, -1),
-            places=places,
-            states=recurrent,
-            out_ids=pad(wanted, self._n_seq_max, 0),
+        """Dispatches a step; the logits of some of its tokens, and what was sampled from each."""
+        out_ids, device = pad(wanted, self._n_seq_max, 0), self._device
+        fed = None if last is None else self._awaited(step, last)
+        logits, tokens = self._runner.run(
+            step, out_ids, lambda batch: device.forward(batch, sampler), fed
         )
-        sampler = self.samplers.sampler(states)
-        if self._agreement:
-            self._agreement.check(batch)
-        return self._device.serve(batch, sampler)
-
-    def _placed(self, step: StepBatch) -> tuple[tuple[Places, ...], StateIndex | None]:
-        places, recurrent = self._space.place(step)
-        return self._reads.share(places, len(step.decode)) if self._reads else places, recurrent
+        assert tokens is not None, "there is a sampler"
+        if self._ahead:
+            tokens.copy_to_host_async()  # not behind the next step
+        return logits, tokens
 
     def _awaited(self, step: StepBatch, last: Launched) -> Array:
         """The tokens of a step as the last one has sampled them, which nobody has read."""
@@ -287,44 +247,45 @@ class EngineSteps:
         source = pad([column[s] for s in step.decode], step.size, 0)
         return self._device.sampled(last.tokens, source)
 
-    def _launch_rounds(self, drafts: EngineDrafts, plan: StepPlan) -> LaunchedRounds:
-        """Dispatches a step with drafts; nothing of it is there before it was read."""
-        self.metrics.planned(plan)
-        step = step_batch(
-            plan,
-            self._n_seq_max,
-            self._n_batch,
-            drafts.n_tokens(plan),
-            cached_early=drafts.on_device,
-        )
-        states = [*step.decode, *plan.drafts]
-        sampler = self.samplers.sampler(states)
-        arrays = drafts.arrays(step, plan, self._placed(step), sampler)
-        if self._agreement:
-            self._agreement.check(arrays)
-        return LaunchedRounds(plan=plan, step=step, states=states, sampled=drafts.run(arrays))
-
     # --- what was sampled ----------------------------------------------------------------------
 
-    def _finish(self, last: Launched, tokens: list[int]) -> list[Output]:
-        """Takes what a step sampled, which has been read; what there is to report."""
+    def _finish(self, last: Launched) -> list[Output]:
+        """Waits for what a step sampled, and takes it in; what there is to report."""
+        before = None
+        if self._drafts and last.plan.drafts:
+            tokens, before = self._read_rounds(self._drafts, last)
+        else:
+            tokens = self._read(last)
         self._sampled, self._logits = last.states, last.logits
+        return self._take(zip(last.states, tokens, strict=False), last.logits, before)
+
+    def _read(self, last: Launched) -> list[int]:
+        """The token of each sample of a step, when it is there."""
+        tokens = self._device.read(last.tokens).tolist()
+        self._launched.popleft()
         if last.ahead:
             # By now the tokens that it computed are known, and who has ended is gone.
             for state in last.step.decode:
                 state.n_past_read -= 1
             self._space.learn(last.step)
         n_lacking = sum(dst.seq_id is None for _, dst in last.plan.forks)
-        n_past, n_sampled = last.n_past, len(last.states) - n_lacking
-        self.metrics.ran(last.plan, n_sampled - n_past, n_past, ahead=last.ahead)
+        # Tokens past the end of their sample are not counted.
+        n_past = sum(s.status == "finished" for s in last.step.decode) if last.ahead else 0
+        n_sampled = len(last.states) - n_lacking - n_past
+        self.metrics.ran(last.plan, n_sampled, n_past, ahead=last.ahead)
         if self._space.tiers and last.step.prompts:
             self._space.tiers.computed(last.step.tokens.size, time.perf_counter() - last.start)
-        return self._take(zip(last.states, tokens, strict=False), last.logits)
+        return tokens
 
-    def _finish_rounds(self, drafts: EngineDrafts, last: LaunchedRounds) -> list[Output]:
-        """Takes what a step with drafts sampled; what there is to report."""
-        found = drafts.read(last)
-        self._rounds, plan = None, last.plan
+    def _read_rounds(
+        self, drafts: EngineDrafts, last: Launched
+    ) -> tuple[list[int], dict[SeqState, tuple[int, ...]]]:
+        """The newest token of each sample of a step with drafts, and those that it took in before.
+
+        They are in the cache from here on, but for the newest ones.
+        """
+        found, plan = drafts.read(last), last.plan
+        self._launched.popleft()
         # Who was cancelled before it was read keeps nothing.
         kept = {s: 0 if s.status == "finished" else len(found[s]) for s in last.states}
         before = {s: tuple(found[s][:n][:-1]) for s, n in kept.items()}
@@ -332,17 +293,15 @@ class EngineSteps:
         step, stays = last.step.kept(kept)
         for state, tokens in before.items():
             state.tokens += tokens
-        self._space.commit(step, stays)
+        self._space.append(step, stays)
         self.scheduler.ran(plan)
         for state, tokens in before.items():
             state.n_computed += len(tokens)
         self._space.learn(step)
         self.metrics.ran(plan, sum(kept.values()))
         self.metrics.drafted(plan, sum(map(len, before.values())))
-        logits = last.sampled.logits
-        self._sampled, self._logits, self._rows = last.states, logits, last.rows(found)
-        sampled = ((s, found[s][-1]) for s in last.states)
-        return self._take(sampled, logits, before)
+        self._rows = drafts.rows(last, found)
+        return [found[s][-1] for s in last.states], before
 
     def _take(
         self,
@@ -356,7 +315,7 @@ class EngineSteps:
         """
         outputs: list[Output] = []
         earlier = before or {}
-        if self.beams:
+        if self.beams.searches:
             n_forks = self.beams.n_forks
             sampled, texts = self.beams.advance(sampled, logits)
             outputs += [self._output(text, *text.output) for text in texts]
@@ -382,3 +341,12 @@ class EngineSteps:
         if state.finish_reason is not None:
             self.metrics.finished(state)
         return output_of(state, tokens)
+
+
+def _outputs(step: StepBatch, plan: StepPlan) -> tuple[list[SeqState], Sequence[int]]:
+    """Samples that get a token each, forks last, and which token of the step each is behind."""
+    if not (step.prompts or plan.forks):
+        return plan.decode, range(len(plan.decode))
+    ends, parents = step.last(), {dst: src for src, dst in plan.forks}
+    states = [*plan.ending, *parents]
+    return states, [ends[parents.get(s, s)] for s in states]

@@ -152,7 +152,7 @@ class Step:
 
     def __call__(self) -> Any:
         """Runs it; what is to be waited for."""
-        return *self.device.serve(self._batch, self._sampler), self.device.cache
+        return *self.device.forward(self._batch, self._sampler), self.device.cache
 
 
 def _step(case: Case, decoder: Decoder) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def _step(case: Case, decoder: Decoder) -> dict[str, Any]:
     measure.clock(step, 1)
     samples = measure.clock(step, grid.n_runs())
     found = _rates(samples, n_bytes) if case.n_new == 1 else _prompt(case, samples)
-    return found | _costs(step.device.programs, "serve")
+    return found | _costs(step.device.programs, "forward")
 
 
 def _loop(case: Case, decoder: Decoder) -> dict[str, Any]:

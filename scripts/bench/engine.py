@@ -85,12 +85,14 @@ class StepClock:
     def __init__(self, engine: Engine):
         """Listens to an engine from now on."""
         self.seconds, device = 0.0, engine.device
-        self._serve, self._read = device.serve, device.read
-        device.serve, device.read = self._timed_serve, self._timed_read
+        self._forward, self._read = device.forward, device.read
+        device.forward, device.read = self._timed_forward, self._timed_read
 
-    def _timed_serve(self, batch: Batch, sampler: Sampler) -> tuple[Array, Array]:
+    def _timed_forward(
+        self, batch: Batch, sampler: Sampler | None = None
+    ) -> tuple[Array, Array | None]:
         start = time.perf_counter()
-        out = self._serve(batch, sampler)
+        out = self._forward(batch, sampler)
         self.seconds += time.perf_counter() - start
         return out
 

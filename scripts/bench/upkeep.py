@@ -24,6 +24,7 @@ from kvrt.cellcache import contents
 from kvrt.cellcache.host_cells import HostCells
 from kvrt.cells import edits
 from kvrt.cells.edits import SeqEdit
+from kvrt.cells.slots import one_sequence
 from kvrt.cli.process.startup import available_bytes
 from kvrt.kv_types import KVDtype
 from kvrt.program import estimate
@@ -226,10 +227,10 @@ def decode_plans(n_ctx: int) -> None:
 
 
 def _step(host: HostCells, first: int, n: int) -> None:
-    pos, zeros = np.arange(first, first + n, dtype=np.int32), np.zeros(n, np.int32)
-    planned = host.find(zeros, {0: first})
-    host.places(planned, n)
-    host.append(planned, pos, zeros)
+    step = one_sequence(np.zeros(n, np.int32), 0, first, n)
+    planned = host.find(step.seq_ids, step.first)
+    host.places(step, [x.slots for x in planned.found], planned.states)
+    host.append(planned, step.pos, step.tokens)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """Which blocks a step reads of a group: those of its window, whether all cells are kept or not."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from kvrt import CacheConfig, GroupSpec, MaskSpec
 from kvrt.cellcache.indexed_group import IndexedGroup
+from kvrt.cells.slots import one_sequence
 
 MASKS = {
     "window": MaskSpec(kind="window", size=9),
@@ -43,8 +46,9 @@ def test_a_token_reads_the_blocks_of_its_window(kind, wanted, swa_full):
     blocks = group.visible_blocks({0: 40})
     pos = group.cells.pos.reshape(-1, 4)[blocks]
     assert [x[x >= 0].min() for x in pos] == wanted
-    places = group.places(np.zeros(0, np.int32), 8, {0: 40})
+    step = one_sequence([0], 0, 40, 8)
+    places = group.places(np.zeros(0, np.int32), step)
     assert places.blocks[: places.n_blocks].tolist() == blocks.tolist()
     slots = group.find(np.zeros(1, np.int32), {0: 40}).slots[:1]
-    ahead = group.places(slots, 8, {0: 40}, ahead=True)
+    ahead = group.places(slots, dataclasses.replace(step, cached_early=True))
     assert set(ahead.blocks[: ahead.n_blocks].tolist()) == {*blocks.tolist(), int(slots[0]) // 4}

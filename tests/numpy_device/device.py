@@ -92,12 +92,10 @@ class NumpyDevice(Device):
 
     # --- steps ---------------------------------------------------------------------------------
 
-    def forward(self, batch):
-        return jnp.asarray(self._step(batch)[0])
-
-    def serve(self, batch, sampler):
+    def forward(self, batch, sampler=None):
         logits, _ = self._step(batch)
-        return jnp.asarray(sample_tokens(logits, sampler)[0]), jnp.asarray(logits)
+        tokens = sampler and jnp.asarray(sample_tokens(logits, sampler)[0])
+        return jnp.asarray(logits), tokens
 
     def sampled(self, tokens, source):
         return jnp.asarray(np.maximum(np.asarray(tokens)[source], 0))

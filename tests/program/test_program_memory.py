@@ -121,7 +121,7 @@ def serve_all(kind, mode):
 def test_no_program_of_an_engine_copies_the_cache(kind, mode):
     engine = serve_all(kind, mode)
     cache, found = engine.device.cache, temp_bytes(engine.programs)
-    assert set(found) == ({"serve", "move_blocks"} if mode == "paged" else {"serve"})
+    assert set(found) == ({"forward", "move_blocks"} if mode == "paged" else {"forward"})
     check(found, sum(map(kv_store.kv_bytes, cache.stores)), layer_bytes(cache))
 
 

@@ -366,7 +366,7 @@ def test_an_append_stopped_at_its_first_step_has_nothing_to_say(runtime):
 def test_a_fill_that_is_stopped_keeps_count_of_what_is_exact(runtime, monkeypatch):
     runtime.append([*PROMPT, *PROMPT, 7, 8])
     runtime.seq_rm(0, 0, 12)
-    step, n_left = runtime._stepper.runner.step, 1
+    step, n_left = runtime._stepper.runner.run, 1
 
     def some(*args, **rest):
         nonlocal n_left
@@ -375,7 +375,7 @@ def test_a_fill_that_is_stopped_keeps_count_of_what_is_exact(runtime, monkeypatc
         n_left -= 1
         return step(*args, **rest)
 
-    monkeypatch.setattr(runtime._stepper.runner, "step", some)
+    monkeypatch.setattr(runtime._stepper.runner, "run", some)
     with pytest.raises(MemoryError) as caught:
         runtime.fill([*PROMPT, *PROMPT][:12], 0, 0)
     (note,) = caught.value.__notes__

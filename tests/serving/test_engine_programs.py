@@ -25,7 +25,7 @@ def test_a_thousand_steps_compile_no_more_than_the_first():
     run(engine, [])
     names = [key.name for key in engine.programs.compiled()]
     # The first step of a size compiles it, and nothing else ever does.
-    assert set(names) == {"serve"} and len(names) <= 1 + len(plans.buckets(N_BATCH))
+    assert set(names) == {"forward"} and len(names) <= 1 + len(plans.buckets(N_BATCH))
 
 
 def test_samples_of_one_prompt_part_where_it_ends():

@@ -193,7 +193,7 @@ def test_a_step_that_cannot_be_launched_leaves_the_one_before_it_to_be_read(mode
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.device, "serve", fails)
+        patch.setattr(engine.device, "forward", fails)
         with pytest.raises(MemoryError):
             engine.step()
     while engine.has_work:

@@ -22,14 +22,14 @@ from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
 from kvrt.attention.step_attention import StepAttention
-from kvrt.cells.slots import Places
+from kvrt.cellcache.host_cells import Where
+from kvrt.cells.slots import StepTokens, pad
 from kvrt.program import sample
 from kvrt.program import step as steps
-from kvrt.program.batch import Batch, padded
+from kvrt.program.batch import Batch, to_batch
 from kvrt.program.decode_loop import padded_stops
 from kvrt.program.sample import Sampler
 from kvrt.program.step import Cache, StepSpec
-from kvrt.store.recurrent import StateIndex
 
 # In place of a draft where there is none: no token is sampled that equals it.
 NO_DRAFT = -2
@@ -285,28 +285,24 @@ def plan_rounds(
     return rounds, outputs
 
 
-def plan_round(
-    tokens: Sequence[int],
-    first: tuple[int, int],
-    where: tuple[Sequence[Places], StateIndex | None],
-    size: int,
-    stop_ids: Sequence[int],
+def round_step(
+    step: StepTokens,
+    where: Where,
+    drafted: Sequence[Drafted],
+    size: tuple[int, int],
     sampler: Sampler,
 ) -> RoundStep:
-    """The round of one sequence alone.
+    """The arrays of a step with drafts.
 
     Args:
-      tokens: the newest one, and its drafts.
-      first: the sequence, and the position of the first token.
-      where: slots and state indices of `size` tokens.
-      size: tokens that the program is compiled for.
-      stop_ids: tokens that end it.
-      sampler: before the first token is sampled.
+      step: tokens with a block list of their own, then those of the rounds.
+      where: its slots, blocks and state indices.
+      drafted: of each round.
+      size: rounds and drafts that the program is compiled for.
+      sampler: of the step's sequences, before each one's first token.
     """
-    (seq_id, pos), n = first, len(tokens)
-    drafted = Drafted(0, 0, sampler.recent.shape[1], tokens[1:], stop_ids)
-    rounds, outputs = plan_rounds([drafted], (1, size - 1), 1, size)
-    at = np.arange(pos, pos + n, dtype=np.int32)
-    ids, mine = np.asarray(tokens, np.int32), np.full(n, seq_id, np.int32)
-    batch = padded(ids, at, mine, [0, *outputs.tolist()], where, size)
+    n_seqs = len(sampler.seed)
+    rounds, outputs = plan_rounds(drafted, size, n_seqs, step.size)
+    firsts = pad([*range(step.n_single), *(x.first for x in drafted)], n_seqs, 0)
+    batch = to_batch(step, where, np.concatenate([firsts, outputs]))
     return RoundStep(batch=batch, rounds=rounds, sampler=sampler)

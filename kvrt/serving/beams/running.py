@@ -45,27 +45,24 @@ class RunningBeams:
     """All searches of an engine.
 
     Attributes:
+      searches: by the id of their request.
       n_forks: beams that were forked so far.
     """
 
     def __init__(self, scheduler: Scheduler, device: BestTokens) -> None:
         """None is there."""
         self._scheduler, self._device = scheduler, device
-        self._running: dict[str, _Running] = {}
+        self.searches: dict[str, _Running] = {}
         self.n_forks = 0
-
-    def __len__(self) -> int:
-        """How many are there."""
-        return len(self._running)
 
     def add(self, state: SeqState) -> None:
         """Takes note of a new sample, if it is the first beam of a search."""
         if state.request.num_beams > 1:
-            self._running[state.request.id] = _Running(state)
+            self.searches[state.request.id] = _Running(state)
 
     def check_no_search(self, request_id: str, sample: int | None) -> None:
         """Refuses what is about one beam of a search; raises BadRequest."""
-        if sample is not None and request_id in self._running:
+        if sample is not None and request_id in self.searches:
             raise BadRequest(
                 f"request {request_id!r} is a beam search, whose beams stand and fall together; "
                 "cancel it as a whole, or wait for its texts"
@@ -91,11 +88,11 @@ class RunningBeams:
                 others.append((state, token))
             elif token != NO_TOKEN:
                 mine.setdefault(state.request.id, {})[state] = row
-            elif state.request.id in self._running:
+            elif state.request.id in self.searches:
                 ended += self._fail(state)
         for name, rows in mine.items():
-            if name in self._running:
-                ended += self._step(self._running[name], rows, logits)
+            if name in self.searches:
+                ended += self._step(self.searches[name], rows, logits)
         return others, ended
 
     def ended(self, states: Sequence[SeqState]) -> list[SeqState]:
@@ -103,7 +100,7 @@ class RunningBeams:
         out = [s for s in states if s.request.num_beams == 1]
         searches = {s.request.id: s for s in states if s.request.num_beams > 1}
         for name, state in searches.items():
-            del self._running[name]
+            del self.searches[name]
             assert state.finish_reason is not None, "it ended"
             out += [_closed(state, i, (), state.finish_reason) for i in range(state.request.n)]
         return out
@@ -135,14 +132,7 @@ class RunningBeams:
         return []
 
     def _fork(self, src: SeqState, sample: int) -> SeqState:
-        dst = SeqState(
-            request=src.request,
-            sample=sample,
-            tokens=list(src.tokens),
-            context=src.context,
-            extend=src.extend,
-            reads_sparsely=src.reads_sparsely,
-        )
+        dst = src.forked(src.request, sample)
         n = self._scheduler.fork(src, dst)
         assert n, "a search has the room of all its beams"
         self.n_forks += 1
@@ -161,12 +151,12 @@ class RunningBeams:
             state.n_cached = running.leader.n_cached
         for state in running.states:
             self._scheduler.finish(state, "cancelled", kept=state is nearest)
-        del self._running[request.id]
+        del self.searches[request.id]
         return texts
 
     def _fail(self, state: SeqState) -> list[SeqState]:
         """Ends a search one of whose beams has no next token."""
-        running = self._running.pop(state.request.id)
+        running = self.searches.pop(state.request.id)
         error = bad_logits(state)
         for beam in running.states:
             self._scheduler.finish(beam, "error", error, damaged=True)

@@ -3,11 +3,8 @@
 from collections.abc import Hashable, Sequence
 from typing import Protocol, runtime_checkable
 
-import numpy as np
-
-from kvrt.arrays import Bool
+from kvrt.cache.runner import StepSpace
 from kvrt.cells.edits import SeqEdit
-from kvrt.cells.slots import Places
 from kvrt.paged.residency import Residency
 from kvrt.policies import Drop, PolicyContext
 from kvrt.serving.metrics import CheckpointUse, PoolUse
@@ -15,7 +12,6 @@ from kvrt.serving.offload import Tiers
 from kvrt.serving.request import SeqState
 from kvrt.serving.sessions.prefix import SessionPrefix, TakenPrefix
 from kvrt.serving.step_batch import StepBatch
-from kvrt.store.recurrent import StateIndex
 
 
 @runtime_checkable
@@ -143,7 +139,7 @@ class SchedulerSpace(Protocol):
 
 
 @runtime_checkable
-class Space(SchedulerSpace, Protocol):
+class Space(SchedulerSpace, StepSpace[StepBatch], Protocol):
     """A cache as an engine sees it: what a scheduler sees, steps, and how full it is."""
 
     @property
@@ -226,19 +222,6 @@ class Space(SchedulerSpace, Protocol):
 
     def begin_step(self) -> None:
         """A step begins, before anything is planned for it."""
-        ...
-
-    def place(self, step: StepBatch) -> tuple[tuple[Places, ...], StateIndex | None]:
-        """Slots and blocks of a step's tokens, by group of the layout, and state indices."""
-        ...
-
-    def commit(self, step: StepBatch, stays: Bool[np.ndarray, " n"] | None = None) -> None:
-        """The step was dispatched: its tokens are there.
-
-        Args:
-          step: that was placed, without drafts that were refused.
-          stays: which tokens of the placed one these are; None is all.
-        """
         ...
 
     def learn(self, step: StepBatch) -> None:

@@ -1,31 +1,31 @@
 """The cache of an engine in cells: whatever is empty serves, and prefixes are shared by owners."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 
-from kvrt.arrays import Bool
+from kvrt.arrays import Bool, Int32
 from kvrt.cache.cell_cache import CellCache
-from kvrt.cache.runner import Runner
+from kvrt.cache.runner import CellSteps
 from kvrt.cellcache import contents
 from kvrt.cellcache import group as groups
-from kvrt.cellcache.host_cells import SlotPlan
+from kvrt.cellcache.blocks import CellCopies
+from kvrt.cellcache.host_cells import Where
+from kvrt.cellcache.indexed_group import IndexedGroup
+from kvrt.cells import owned
 from kvrt.cells.edits import Copy, Remove, SeqEdit, Shift
-from kvrt.cells.slots import Places
+from kvrt.cells.slots import StepTokens
 from kvrt.errors import CacheFull, CannotRewind
 from kvrt.policies import Drop, PolicyContext
 from kvrt.serving.cache.base import SessionFiller
-from kvrt.serving.cache.cell_counts import findable, ids_of, n_each, n_findable, n_taken, pool_use
 from kvrt.serving.cache.cell_sessions import CellSessions
 from kvrt.serving.cache.checkpoints.in_cells import CellCheckpoints
 from kvrt.serving.cache.engine_cells import EngineGroup
-from kvrt.serving.cache.pending import Pending
 from kvrt.serving.cache.prefixes import CellPrefixes
 from kvrt.serving.metrics import CheckpointUse, PoolUse
 from kvrt.serving.request import CellHit, SeqState
 from kvrt.serving.sessions.prefix import SessionPrefix, TakenPrefix
 from kvrt.serving.step_batch import StepBatch
-from kvrt.store.recurrent import StateIndex
 
 # One in so many cells is kept free, at most, for homes of sequences that run.
 _FREE_FOR_HOMES = 4
@@ -62,8 +62,9 @@ class CellSpace:
         self._n_promised = 0
         # Numbers that nobody else gets: of samples to be forked, of pins of windows or states.
         self._n_ahead = 0
-        self._pending, self._runner = Pending(cache), Runner(cache)
-        self._planned: SlotPlan | None = None
+        self._steps = CellSteps(cache)
+        # Runs before the next step: copies of shared cells that moved, what checkpoints have.
+        self._later: list[Callable[[], None]] = []
         prefixes = CellPrefixes(cache.host, self.n_seq_max) if prefix_cache else None
         self._prefixes, self._sessions = prefixes, prefixes and CellSessions(cache, prefixes)
         self._checkpoints: CellCheckpoints | None = None
@@ -93,7 +94,7 @@ class CellSpace:
     def take_prefix(self, tokens: Sequence[int], salt: bytes) -> TakenPrefix | None:
         """See `Space`."""
         assert self._sessions is not None, "there is a prefix cache"
-        self._pending.run()
+        self._run_pending()
         return self._sessions.take(tokens, salt)
 
     def pin_prefix(self, tokens: Sequence[int], salt: bytes) -> tuple[Hashable, int] | None:
@@ -132,7 +133,7 @@ class CellSpace:
             )
         self._prefixes.check_room_beside(self._n_running, len(new))
         # Nothing that is still to be copied from may be written over.
-        self._pending.run()
+        self._run_pending()
         self._promise(n)
         try:
             self._prefixes.make_room_beside(self._n_running + len(new))
@@ -224,7 +225,7 @@ class CellSpace:
             cut, _ = contents.apply(self._host.contents, remove)
             moved, copies = contents.apply(cut, Shift(seq_id=state.seq_id, p0=drop.p1, d=-drop.n))
             self._host.commit(moved)
-            self._pending.copy(copies)
+            self._copy_later(copies)
         # What is freed stays its own; what is copied was promised to it, or to who shared it.
         self._n_promised += self._host.n_free - n_free
         state.capacity = state.n_until
@@ -237,7 +238,7 @@ class CellSpace:
         for edit in edits:
             done = [groups.apply(g, edit) for g in new]
             new = [g for g, _ in done]
-            self._pending.copy(tuple(copies for _, copies in done))
+            self._copy_later([copies for _, copies in done])
         after = contents.extended(before, state.seq_id, new, edits)
         (self._prefixes or self._host).commit(after)
         # What it shared with a hit it has copies of now.
@@ -268,7 +269,7 @@ class CellSpace:
         self._promise(n_own + n_copied - n_ahead)
         if n_copied:
             after, copies = contents.with_own_cells(self._host.contents, dst.seq_id)
-            self._pending.copy(copies)
+            self._copy_later(copies)
             (self._prefixes or self._host).commit(after)
             self._n_promised -= n_copied
         return True
@@ -312,23 +313,16 @@ class CellSpace:
     def begin_step(self) -> None:
         """See `Space`."""
 
-    def place(self, step: StepBatch) -> tuple[tuple[Places, ...], StateIndex | None]:
-        """See `Space`."""
-        self._pending.run()
+    def place(self, step: StepTokens) -> Where:
+        """See `StepSpace`."""
+        if self._later:
+            self._run_pending()
         self._free_homes(step.seq_ids)
-        self._planned = planned = self._runner.place(step.seq_ids, step.first)
-        both = zip(self._groups, planned.found, strict=True)
-        places = tuple(group.step_places(step, found.slots) for group, found in both)
-        if planned.states is None:
-            return places, None
-        none = planned.states.after.n_states
-        src, dst = (step.spread(x, none) for x in (planned.states.src, planned.states.dst))
-        return places, StateIndex(src=src, dst=dst)
+        return self._steps.place(step)
 
-    def commit(self, step: StepBatch, stays: Bool[np.ndarray, " n"] | None = None) -> None:
-        """See `Space`."""
-        assert self._planned is not None, "place comes first"
-        self._runner.commit(self._planned, step.tokens, step.pos, stays)
+    def append(self, step: StepTokens, stays: Bool[np.ndarray, " n"] | None = None) -> None:
+        """See `StepSpace`."""
+        self._steps.append(step, stays)
         self._n_promised -= len(step.pos)
 
     def learn(self, step: StepBatch) -> None:
@@ -352,6 +346,15 @@ class CellSpace:
     def _n_running(self) -> int:
         return self.n_seq_max - len(self._free)
 
+    def _copy_later(self, copies: Sequence[CellCopies]) -> None:
+        """Cells of each group to copy, for some that moved and that others share."""
+        self._later.append(lambda: self._cache.copy_cells(copies))
+
+    def _run_pending(self) -> None:
+        later, self._later = self._later, []
+        for run in later:
+            run()
+
     def _start(
         self, state: SeqState, n_tokens: int, n_shared: int, hit: CellHit | None = None
     ) -> None:
@@ -369,7 +372,7 @@ class CellSpace:
         self._prefixes.make_room_beside(self._n_running)
         if checkpoint is not None:
             assert self._checkpoints is not None, "without them none is hit"
-            self._pending.add(self._checkpoints.resume(seq_id, checkpoint))
+            self._later.append(self._checkpoints.resume(seq_id, checkpoint))
 
     def _promise(self, n: int) -> None:
         """Promises cells, which are empty from now on."""
@@ -396,3 +399,65 @@ class CellSpace:
         end = min(n, n_findable(state))
         if self._prefixes and n_found is not None and n_found < end:
             self._prefixes.extend(seq_id, ids_of(state, n_found, end))
+
+
+# --- what is counted -------------------------------------------------------------------------
+
+
+def n_each(state: SeqState) -> int:
+    """Cells of each of the samples that are to be forked from one, beside those that it shares."""
+    return state.n_whole - (0 if state.moves else state.n_prompt)
+
+
+def n_findable(state: SeqState) -> int:
+    """Tokens of a sample that others may find: none of one that SelfExtend will move."""
+    return state.n_unmoved if state.extend is None else 0
+
+
+def findable(state: SeqState) -> Int32[np.ndarray, " n"]:
+    """Tokens of a sample that a hit may have: what it never drops or moves, and not the last."""
+    n = min(state.n_unmoved, len(state.tokens) - 1)
+    if state.context is not None:
+        # The first token after a hit is computed before anything is dropped.
+        n = min(n, state.context.n_part(state.n_prompt) - 1)
+    return ids_of(state, 0, n)
+
+
+def ids_of(state: SeqState, start: int, end: int) -> Int32[np.ndarray, " n"]:
+    """Tokens [start, end) of a sample."""
+    n = state.n_prompt
+    prompt = np.frombuffer(state.request.text, ">u4")[start:end].astype(np.int32)
+    if end <= n:
+        return prompt
+    return np.concatenate([prompt, np.array(state.tokens[max(start, n) : end], np.int32)])
+
+
+def n_taken(
+    group: IndexedGroup, seq_id: int, n_shared: int, others: Mapping[int | None, int]
+) -> int:
+    """Cells of a sample with a context that were promised to it, or that nobody paid for.
+
+    Its share of a hit, n_shared; and what it took and none of the others of the kind has as well,
+    of which there is the share of each.
+    """
+    mine = owned(group.cells, seq_id) & (group.cells.pos >= n_shared)
+    for other, n in others.items():
+        assert other is not None, "those that have a context run"
+        mine &= ~(owned(group.cells, other) & (group.cells.pos >= n))
+    return n_shared + int(np.count_nonzero(mine))
+
+
+def pool_use(groups: Sequence[IndexedGroup], prefixes: CellPrefixes | None) -> list[PoolUse]:
+    """How full each group is; kept prefixes are free, but for those that are pinned."""
+    out = []
+    for i, group in enumerate(groups):
+        n, n_idle = group.extent.n_cells, prefixes.count_idle(group) if prefixes else 0
+        use = PoolUse(
+            n_units=n,
+            n_free=n - group.n_used + n_idle,
+            n_cached=n_idle,
+            n_evicted=prefixes.n_evicted[i] if prefixes else 0,
+            n_pinned=int(np.count_nonzero(prefixes.pinned.cells(group))) if prefixes else 0,
+        )
+        out.append(use)
+    return out

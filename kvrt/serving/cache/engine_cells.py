@@ -12,17 +12,14 @@ import numpy as np
 
 from kvrt.arrays import Int32
 from kvrt.cellcache import group as groups
-from kvrt.cellcache.contents import CacheContents
 from kvrt.cellcache.group import CellGroup, FoundSlots
-from kvrt.cellcache.history import TokenHistory
-from kvrt.cellcache.host_cells import HostCells, SlotPlan
+from kvrt.cellcache.host_cells import HostCells
 from kvrt.cellcache.indexed_group import IndexedGroup
 from kvrt.cells import blocks_of
 from kvrt.cells.cells import mask_words
 from kvrt.cells.homes import Ends, n_blocks_wanted, no_homes, plan_home_slots
-from kvrt.cells.slots import Places, SeqBlocks, pad
+from kvrt.cells.slots import Places, SeqBlocks, StepTokens, pad
 from kvrt.config import CacheConfig, GroupSpec
-from kvrt.serving.step_batch import StepBatch
 
 # Sequences whose blocks are looked up one by one, rather than those of all at once.
 _FEW = 4
@@ -110,16 +107,16 @@ class EngineGroup(IndexedGroup):
         tables[: len(seq_ids), :width] = self._tables[seq_ids, :width]
         return SeqBlocks(tables=tables, n_blocks=n_blocks)
 
-    def step_places(self, step: StepBatch, slots: np.ndarray) -> Places:
-        """Where a step's tokens go, these slots, and the blocks that they see."""
-        n = len(step.decode)
-        blocks = self.visible_blocks({c.seq_id: c.pos for c in step.prompts})
-        blocks = step.prompt_blocks(blocks, slots, self.extent.block_size)
+    def places(self, slots: np.ndarray, step: StepTokens) -> Places:
+        """See `IndexedGroup`; sequences that decode read the blocks of theirs."""
+        n, size = step.n_single, self.extent.block_size
+        blocks = self.visible_blocks(step.first_behind)
+        blocks = step.read_blocks(blocks, slots, size)
         return Places(
             slots=step.spread(slots, self.extent.n_slots),
             blocks=pad(blocks, self.extent.n_blocks, 0),
             n_blocks=np.asarray(len(blocks), np.int32),
-            seq_blocks=self.seq_blocks(step.seq_ids[:n], step.pos[:n], step.n_seq_max),
+            seq_blocks=self.seq_blocks(step.seq_ids[:n], step.pos[:n], step.n_lists),
         )
 
     def _list_all(self) -> None:
@@ -176,18 +173,7 @@ class EngineCells(HostCells):
     They are not packed: others read them while some write.
     """
 
-    packs = False
+    packs = has_history = False
 
     def _opened(self, spec: GroupSpec, config: CacheConfig) -> EngineGroup:
         return EngineGroup(spec, config, self._n_owners, self.n_pinned)
-
-    def commit(self, new: CacheContents) -> None:
-        """See `HostCells`."""
-        super().commit(dataclasses.replace(new, history=TokenHistory()))
-
-    def append(self, plan: SlotPlan, pos: np.ndarray, ids: np.ndarray) -> None:
-        """See `HostCells`."""
-        for indexed, found in zip(self.groups, plan.found, strict=True):
-            indexed.append(found, pos, plan.seq_ids)
-        if plan.states is not None:
-            self.states = plan.states.after

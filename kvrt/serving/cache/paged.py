@@ -8,8 +8,8 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from kvrt.arrays import Bool
+from kvrt.cellcache.host_cells import Where
 from kvrt.cells.edits import SeqEdit
-from kvrt.cells.slots import Places
 from kvrt.config import MAX_POS, GroupSpec
 from kvrt.errors import CacheFull, CannotRewind
 from kvrt.paged.hashing import Chain
@@ -35,7 +35,6 @@ from kvrt.serving.request import SeqState
 from kvrt.serving.sessions.prefix import SessionPrefix, TakenPrefix
 from kvrt.serving.sizing.requests import chain_of, moving_of, reserved_of, wanted_of
 from kvrt.serving.step_batch import StepBatch
-from kvrt.store.recurrent import StateIndex
 
 
 class PagedSpace:
@@ -302,20 +301,21 @@ class PagedSpace:
         self._arrays.copy(self.manager.take_copies())
         self.manager.new_step()
         for pool in self.pools:
-            self.residency.follow(events := pool.take_events())
-            if self._checkpoints:
-                self._checkpoints.follow(events)
+            if events := pool.take_events():
+                self.residency.follow(events)
+                if self._checkpoints:
+                    self._checkpoints.follow(events)
         if self.tiers:
             self.tiers.begin()
 
-    def place(self, step: StepBatch) -> tuple[tuple[Places, ...], StateIndex | None]:
-        """See `Space`."""
+    def place(self, step: StepBatch) -> Where:
+        """See `StepSpace`."""
         self._arrays.copy(self.manager.take_copies())
         return self._arrays.place(step)
 
-    def commit(self, step: StepBatch, stays: Bool[np.ndarray, " n"] | None = None) -> None:
-        """See `Space`."""
-        self._arrays.commit(step, stays)
+    def append(self, step: StepBatch, stays: Bool[np.ndarray, " n"] | None = None) -> None:
+        """See `StepSpace`."""
+        self._arrays.append(step, stays)
 
     def learn(self, step: StepBatch) -> None:
         """See `Space`."""

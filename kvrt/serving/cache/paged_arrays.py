@@ -1,10 +1,13 @@
 """What the device is given of blocks: tables, cells and the places of each step's tokens."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
 from kvrt.arrays import Bool, Int32
+from kvrt.cellcache.host_cells import Where
+from kvrt.cells import Cells, apply, create
 from kvrt.cells.edits import SeqEdit
 from kvrt.cells.slots import Places, SeqBlocks, pad
 from kvrt.paged.layout.spec import PagedPlan
@@ -13,10 +16,146 @@ from kvrt.paged.requests.copies import BlockCopy
 from kvrt.paged.tables import BlockTables
 from kvrt.policies import Drop
 from kvrt.program.device import Device
-from kvrt.serving.cache.pool_cells import PoolCells
 from kvrt.serving.step_batch import StepBatch
 from kvrt.sizes import rounded_up
 from kvrt.store.recurrent import StateIndex
+
+
+class PoolCells:
+    """Positions and owners of one pool's cells, changed in place: a block at a time.
+
+    The device's copy follows by itself where a step writes, and empties blocks that are taken (see
+    `Places.fresh`). It has to be told of the rest: `stale`. Blocks that nobody holds may lag
+    behind, for nothing reads them before they are taken or found again.
+
+    Attributes:
+      cells: positions and owners.
+      stale: whether the device's copy is out of date.
+      pending: whether keys await their K-shift.
+    """
+
+    def __init__(self, n_blocks: int, block_size: int, n_seq_max: int):
+        """All are empty, here and on the device."""
+        self.cells: Cells = create(n_blocks * block_size, n_seq_max)
+        self.stale = self.pending = False
+        self._inside = np.arange(block_size, dtype=np.int32)
+        self._fresh: list[int] = []
+
+    def take(self, blocks: Int32[np.ndarray, " n"]) -> None:
+        """Blocks were taken that nobody held: they are empty from the next step on."""
+        self._fresh += blocks.tolist()
+
+    def adopt(
+        self,
+        blocks: Int32[np.ndarray, " n"],
+        index: Int32[np.ndarray, " n"],
+        n_tokens: int,
+        seq_id: int,
+    ) -> None:
+        """A sequence holds blocks, the index-th of its own, that have tokens up to n_tokens."""
+        if not len(blocks):
+            return
+        pos = self._which(index)
+        here = pos < n_tokens
+        which = self._which(blocks)[here]
+        self.cells.pos[which] = pos[here]
+        self.cells.seqs[which, seq_id >> 5] |= np.uint32(1 << (seq_id & 31))
+        self._fresh = [x for x in self._fresh if x not in set(blocks.tolist())]
+        self.stale = True
+
+    def fork(self, of: tuple[np.ndarray, int], to: tuple[np.ndarray, int]) -> None:
+        """A sequence that has others' tokens holds blocks: theirs, or copies of those.
+
+        Args:
+          of: blocks of the sequence that it began with, and its number.
+          to: in the same order its own blocks, and its number.
+        """
+        (src, mine), (dst, seq_id) = (self._which(of[0]), of[1]), (self._which(to[0]), to[1])
+        here = (self.cells.seqs[src, mine >> 5] >> np.uint32(mine & 31)) & np.uint32(1) > 0
+        src, dst = src[here], dst[here]
+        self.cells.pos[dst], self.cells.delta[dst] = self.cells.pos[src], self.cells.delta[src]
+        self.cells.seqs[dst, seq_id >> 5] |= np.uint32(1 << (seq_id & 31))
+        self._fresh = [x for x in self._fresh if x not in set(to[0].tolist())]
+        self.stale = True
+
+    def leave(self, blocks: Int32[np.ndarray, " n"], seq_id: int) -> None:
+        """A sequence releases blocks."""
+        if not len(blocks):
+            return
+        which = self._which(blocks)
+        self.cells.seqs[which, seq_id >> 5] &= ~np.uint32(1 << (seq_id & 31))
+        left = self.cells.seqs[which].any(axis=1)
+        gone = which[~left]
+        self.cells.pos[gone] = -1
+        if self.pending:
+            # Keys that are copied there before the K-shift are not to be rotated by it.
+            self.cells.delta[gone], self.stale = 0, True
+        # Another sequence lists what is shared, and must not show it to who gets this seq_id next.
+        self.stale |= bool(left.any())
+
+    def drop(
+        self,
+        dropped: Int32[np.ndarray, " n"],
+        moved: Int32[np.ndarray, " m"],
+        n: int,
+        *,
+        rotates: bool,
+    ) -> None:
+        """A sequence dropped the tokens of some cells of its own, and moved others down by n.
+
+        With `rotates` the keys of those await their K-shift: `pending`.
+        """
+        self.cells.pos[dropped], self.cells.seqs[dropped] = -1, 0
+        self.cells.delta[dropped] = 0
+        self.cells.pos[moved] -= np.int32(n)
+        if rotates:
+            self.cells.delta[moved] -= np.int32(n)
+            self.pending = True
+        self.stale = True
+
+    def move(
+        self, slots: Int32[np.ndarray, " n"], edits: Sequence[SeqEdit], *, rotates: bool
+    ) -> None:
+        """A sequence changed positions of some cells, all its own; `rotates` as in `drop`."""
+        old = self.cells.pos[slots]
+        mine = Cells(pos=old, delta=np.zeros_like(old), seqs=np.ones((len(old), 1), np.uint32))
+        for edit in edits:
+            mine = apply(mine, dataclasses.replace(edit, seq_id=0))
+        self.cells.pos[slots] = mine.pos
+        if rotates:
+            self.cells.delta[slots] += mine.delta
+            self.pending = True
+        self.stale = True
+
+    def settle(self) -> None:
+        """The K-shift ran."""
+        self.cells.delta[:] = 0
+        self.pending = False
+
+    def write(
+        self,
+        slots: Int32[np.ndarray, " T"],
+        pos: Int32[np.ndarray, " T"],
+        seq_ids: Int32[np.ndarray, " T"],
+    ) -> None:
+        """A step wrote tokens, here as on the device."""
+        self.cells.pos[slots] = pos
+        self.cells.seqs[slots] = 0
+        bits = np.left_shift(np.uint32(1), (seq_ids & 31).astype(np.uint32))
+        self.cells.seqs[slots, seq_ids >> 5] = bits
+
+    def fresh(self, size: int) -> Int32[np.ndarray, " F"]:
+        """Blocks that the next step empties, padded; `stale` is set if they are too many."""
+        found, self._fresh = self._fresh, []
+        out = np.full(size, len(self.cells.pos) // len(self._inside), np.int32)
+        if len(found) > size:
+            self.stale = True
+            return out
+        out[: len(found)] = found
+        return out
+
+    def _which(self, blocks: np.ndarray) -> np.ndarray:
+        return (blocks[:, None] * np.int32(len(self._inside)) + self._inside).reshape(-1)
 
 
 class PagedArrays:
@@ -135,7 +274,8 @@ class PagedArrays:
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copies blocks on the device, all layers of a group's pool."""
-        self._keep_runs(copies)
+        if self._let_go and self._with_runs:
+            self._keep_runs(copies)
         for g in dict.fromkeys(c.group for c in copies):
             pairs = np.array([(c.src, c.dst) for c in copies if c.group == g], np.int32)
             if g in self._recurrent:
@@ -148,31 +288,29 @@ class PagedArrays:
 
     # --- a step's tokens -----------------------------------------------------------------------
 
-    def place(self, step: StepBatch) -> tuple[tuple[Places, ...], StateIndex | None]:
+    def place(self, step: StepBatch) -> Where:
         """Slots and blocks of a step's tokens, by group of the layout, and state indices."""
         self._written = []
-        fresh = {p: c.fresh(step.n_seq_max + self._n_new(p, step)) for p, c in self._cells.items()}
-        found = {g: self._places(g, step) for g, _ in self._attended}
-        for g, places in found.items():
-            # One group of a pool says it, for all.
-            places["fresh"] = fresh.pop(self._plan.groups[g].pool, None)
+        # One group of a pool says it, for all.
+        fresh = {p: c.fresh(step.n_lists + self._n_new(p, step)) for p, c in self._cells.items()}
+        pool = {g: self._plan.groups[g].pool for g, _ in self._attended}
+        found = {g: self._places(g, step, fresh.pop(p, None)) for g, p in pool.items()}
         for pool, cells in self._cells.items():
             if cells.stale:
                 self._device.upload(self.store_of[pool], cells.cells)
                 cells.stale = False
         if any(cells.pending for cells in self._cells.values()):
             self._shift()
-        return tuple(Places(**found[g]) for g in self._group_of), self._states(step)
+        states = self._states(step) if self._recurrent else None
+        return tuple([found[g] for g in self._group_of]), states
 
-    def commit(self, step: StepBatch, stays: Bool[np.ndarray, " n"] | None = None) -> None:
+    def append(self, step: StepBatch, stays: Bool[np.ndarray, " n"] | None = None) -> None:
         """The step that was placed wrote its tokens, or those of them that stay."""
         for cells, slots in self._written:
             cells.write(slots if stays is None else slots[stays], step.pos, step.seq_ids)
 
-    def _keep_runs(self, copies: Sequence[BlockCopy] = ()) -> None:
+    def _keep_runs(self, copies: Sequence[BlockCopy]) -> None:
         """Ends runs that no sequence goes on with, and that nothing is copied from."""
-        if not (self._let_go and self._with_runs):
-            return
         self._let_go = False
         for pool, store in self._with_runs.items():
             held = np.zeros(self._layout.stores[store].extent.n_blocks, bool)
@@ -207,29 +345,29 @@ class PagedArrays:
         """Blocks that prompts may take in a step in all groups of a pool."""
         groups = self._plan.groups
         sizes = [groups[g].block_size for g, c in self._attended if c is self._cells[pool]]
-        return (len(sizes) - 1) * step.n_seq_max + sum(step.n_prompt // b for b in sizes)
+        n = step.size - step.n_lists
+        return (len(sizes) - 1) * step.n_lists + sum(n // b for b in sizes)
 
-    def _places(self, g: int, step: StepBatch) -> dict:
+    def _places(self, g: int, step: StepBatch, fresh: np.ndarray | None) -> Places:
         table, pool = self._tables[g], self._plan.groups[g].pool
         # Where tokens share positions, a token's place is by its number and not by its position.
         index = step.n_before if self._extends else step.pos
-        slots, n = table.slots(step.seq_ids, index), len(step.decode)
+        slots, n = table.slots(step.seq_ids, index), step.n_single
         self._written.append((self._cells[pool], slots))
-        tables, n_blocks = table.read(step.seq_ids[:n], index[:n], step.n_seq_max)
+        tables, n_blocks = table.read(step.seq_ids[:n], index[:n], step.n_lists)
         lists = [table.block_list(c.seq_id, c.n_before) for c in step.prompts]
         read = np.array(list(dict.fromkeys(x for ids in lists for x in ids.tolist())), np.int32)
-        blocks = step.prompt_blocks(read, slots, table.block_size)
+        blocks = step.read_blocks(read, slots, table.block_size)
         n_pool = self._layout.stores[self.store_of[pool]].extent.n_blocks
-        return {
-            "slots": step.spread(slots, len(self._cells[pool].cells.pos)),
-            "blocks": pad(blocks, n_pool, 0),
-            "n_blocks": np.asarray(len(blocks), np.int32),
-            "seq_blocks": SeqBlocks(tables=tables, n_blocks=n_blocks),
-        }
+        return Places(
+            slots=step.spread(slots, len(self._cells[pool].cells.pos)),
+            blocks=pad(blocks, n_pool, 0),
+            n_blocks=np.asarray(len(blocks), np.int32),
+            seq_blocks=SeqBlocks(tables=tables, n_blocks=n_blocks),
+            fresh=fresh,
+        )
 
-    def _states(self, step: StepBatch) -> StateIndex | None:
-        if not self._recurrent:
-            return None
+    def _states(self, step: StepBatch) -> StateIndex:
         (g,) = self._recurrent
         table, b, none = self._tables[g], self._plan.groups[g].block_size, self._layout.n_states
         src, dst = [], []

@@ -6,55 +6,26 @@ refused draft leaves no trace there; and only once it was read does the host tak
 no prefix cache learns of it either.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from kvrt.cache import checks
-from kvrt.cells.slots import Places, pad
+from kvrt.cache.runner import Runner
 from kvrt.drafts.back_off import BackOff, after_round
 from kvrt.drafts.drafter import DraftContext, Speculation
 from kvrt.drafts.layer_skip import LayerSkip
-from kvrt.program.batch import Batch
 from kvrt.program.device import Device
-from kvrt.program.rounds.round import Drafted, RoundSpec, RoundStep, Verified, plan_rounds
+from kvrt.program.rounds.round import Drafted, RoundSpec, Verified
 from kvrt.program.sample import Sampler
 from kvrt.serving.cache.base import Space
 from kvrt.serving.request import SeqState
 from kvrt.serving.samplers import last_n_of
 from kvrt.serving.scheduling.step_plan import StepPlan
-from kvrt.serving.step_batch import StepBatch
-from kvrt.store.recurrent import StateIndex
+from kvrt.serving.step_batch import Launched, StepBatch
 
 # In place of a draft that the device makes.
 _TO_BE_MADE = 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LaunchedRounds:
-    """A step with drafts that was dispatched and not read.
-
-    Attributes:
-      plan: of it.
-      step: its tokens, all drafts included.
-      states: samples that get tokens, in the order of the outputs; those with drafts are last.
-      sampled: on the device; logits of the drafts are behind those of the states.
-    """
-
-    plan: StepPlan
-    step: StepBatch
-    states: Sequence[SeqState]
-    sampled: Verified
-
-    def rows(self, tokens: Mapping[SeqState, Sequence[int]]) -> dict[SeqState, list[int]]:
-        """By sample, where the logits of each of its tokens stand."""
-        n_seqs, n_draft = self.sampled.first.shape[0], self.sampled.more.shape[1]
-        found = {s: [i] for i, s in enumerate(self.states)}
-        for i, state in enumerate(self.plan.drafts):
-            start = n_seqs + i * n_draft
-            found[state] += range(start, start + len(tokens[state]) - 1)
-        return found
 
 
 class EngineDrafts:
@@ -96,16 +67,9 @@ class EngineDrafts:
         """Whether the device drafts in the step that verifies."""
         return self._spec.exit_layer is not None
 
-    def arrays(
-        self,
-        step: StepBatch,
-        plan: StepPlan,
-        where: tuple[tuple[Places, ...], StateIndex | None],
-        sampler: Sampler,
-    ) -> RoundStep:
-        """The arrays of a step with drafts."""
-        last, n_seqs = step.last(), len(sampler.seed)
-        numbers = range(len(step.decode), len(step.decode) + len(plan.drafts))
+    def run(self, runner: Runner, step: StepBatch, plan: StepPlan, sampler: Sampler) -> Verified:
+        """Dispatches a step with drafts; nothing of it is there before it was read."""
+        last = step.last()
         drafted = [
             Drafted(
                 number=number,
@@ -115,29 +79,15 @@ class EngineDrafts:
                 # Of drafts that are given those behind a stop token are left out.
                 stop_ids=state.request.stop_ids if self.on_device else (),
             )
-            for number, (state, mine) in zip(numbers, plan.drafts.items(), strict=True)
+            for number, (state, mine) in enumerate(plan.drafts.items(), step.n_single)
         ]
-        size = self._n_rounds(plan), self._spec.n_draft
-        rounds, outputs = plan_rounds(drafted, size, n_seqs, step.size)
-        firsts = [*range(len(step.decode)), *(x.first for x in drafted)]
-        places, recurrent = where
-        batch = Batch(
-            tokens=step.spread(step.tokens, 0),
-            pos=step.spread(step.pos, -1),
-            seq_ids=step.spread(step.seq_ids, -1),
-            places=places,
-            states=recurrent,
-            out_ids=np.concatenate([pad(firsts, n_seqs, 0), outputs]),
-        )
-        return RoundStep(batch=batch, rounds=rounds, sampler=sampler)
+        size, how = (self._n_rounds(plan), self._spec.n_draft), self._spec.exit_layer
+        return runner.round(step, drafted, size, RoundSpec(exit_layer=how), sampler)
 
-    def run(self, step: RoundStep) -> Verified:
-        """Dispatches a step."""
-        return self._device.verify(step, RoundSpec(exit_layer=self._spec.exit_layer))
-
-    def read(self, launched: LaunchedRounds) -> dict[SeqState, list[int]]:
+    def read(self, launched: Launched) -> dict[SeqState, list[int]]:
         """The tokens that a step sampled, by sample, when they are there."""
-        first, more, n_drafted = launched.sampled.read()
+        assert launched.verified is not None, "it has drafts"
+        first, more, n_drafted = launched.verified.read()
         found = {s: [t] for s, t in zip(launched.states, first, strict=False)}
         drafts = launched.plan.drafts
         # Those that the device was to make behind the end of a text were not made.
@@ -145,6 +95,16 @@ class EngineDrafts:
         drafts.update([(s, x[:n]) for (s, x), n in made])
         for state, tokens in zip(drafts, more, strict=False):
             found[state] += tokens
+        return found
+
+    def rows(
+        self, launched: Launched, tokens: Mapping[SeqState, Sequence[int]]
+    ) -> dict[SeqState, list[int]]:
+        """By sample, where the logits of each of its tokens stand."""
+        found = {s: [i] for i, s in enumerate(launched.states)}
+        for i, state in enumerate(launched.plan.drafts):
+            start = self._space.n_seq_max + i * self._spec.n_draft
+            found[state] += range(start, start + len(tokens[state]) - 1)
         return found
 
     def ran(self, plan: StepPlan, n_sampled: Mapping[SeqState, int]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvrt.attention import registry, xla
-from kvrt.cells.slots import Places, SeqBlocks, SharedBlocks
+from kvrt.cells.slots import Places, SeqBlocks, SharedBlocks, StepTokens
 from kvrt.errors import BadConfig
 from kvrt.program.device import Device
 from kvrt.serving.reading.cost import ReadCost, choose_runs
@@ -51,8 +51,8 @@ class SharedReads:
         self._nothing: dict[tuple[int, int], SharedBlocks] = {}
         self.counts = Counter(read_once=0, not_read_again=0)
 
-    def share(self, places: Sequence[Places], n: int) -> tuple[Places, ...]:
-        """Places by group of layers, whose first n lists are of sequences that decode."""
+    def share(self, step: StepTokens, places: Sequence[Places]) -> tuple[Places, ...]:
+        """Places of a step by group of layers; lists of sequences that decode may have runs."""
         done: dict[int, SeqBlocks] = {}  # groups of a pool have the same lists
         out = []
         for at, size in zip(places, self._sizes, strict=True):
@@ -61,7 +61,7 @@ class SharedReads:
                 out.append(at)
                 continue
             if id(lists) not in done:
-                done[id(lists)] = self._shared(lists, n, size)
+                done[id(lists)] = self._shared(lists, step.n_single, size)
             out.append(dataclasses.replace(at, seq_blocks=done[id(lists)]))
         return tuple(out)
 

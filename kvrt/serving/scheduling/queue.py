@@ -53,6 +53,7 @@ class WaitingQueue:
 
     Attributes:
       n_steps: steps planned, this one included; the scheduler counts them.
+      waiting: all who wait, in order; not to be changed.
     """
 
     def __init__(self, order: Order, n_wait: int | None, n_alike: int | None) -> None:
@@ -61,13 +62,9 @@ class WaitingQueue:
         self._n_wait = n_wait if order in ("priority", "lpm") else None
         self._n_alike = n_alike
         self.n_steps = 0
-        self._queue: list[SeqState] = []
+        self.waiting: list[SeqState] = []
         self._by_step: list[SeqState] = []  # the same states, where they can be overdue
         self._groups: dict[tuple, dict[SeqState, None]] = {}
-
-    def __len__(self) -> int:
-        """How many wait."""
-        return len(self._queue)
 
     def __contains__(self, state: SeqState) -> bool:
         """Whether a state waits."""
@@ -80,14 +77,14 @@ class WaitingQueue:
           n: how many.
           n_cached: tokens that the cache has of a sample, which some orders ask for.
         """
-        if self._n_alike is not None and self._queue:
-            self._gather(self._queue[0])
+        if self._n_alike is not None and self.waiting:
+            self._gather(self.waiting[0])
         overdue = dict.fromkeys(itertools.takewhile(self._is_overdue, self._by_step[:n]))
-        if self._order == "lpm" and len(self._queue) <= _N_RANKED:
-            found = {s: n_cached(s) if _key_of(s)[_FRESH] else 0 for s in self._queue}
+        if self._order == "lpm" and len(self.waiting) <= _N_RANKED:
+            found = {s: n_cached(s) if _key_of(s)[_FRESH] else 0 for s in self.waiting}
             ranked = sorted(found, key=lambda s: (_key_of(s)[_FRESH], -found[s]))[:n]
         else:
-            ranked = self._queue[:n]
+            ranked = self.waiting[:n]
         return tuple((overdue | dict.fromkeys(ranked)) if overdue else ranked)[:n]
 
     def rank(self, state: SeqState) -> QueueKey:
@@ -138,7 +135,7 @@ class WaitingQueue:
         if self._order == "lpm":
             return [head]
         if self._order in ("dfs", "batchllm"):
-            fresh = [s for s in self._queue if _key_of(s)[_FRESH]]
+            fresh = [s for s in self.waiting if _key_of(s)[_FRESH]]
             return (
                 depth_first(fresh) if self._order == "dfs" else by_groups(fresh, self._n_alike or 1)
             )
@@ -151,10 +148,10 @@ class WaitingQueue:
 
     def _insert(self, state: SeqState, key: QueueKey) -> None:
         state.queue_key = key
-        bisect.insort(self._queue, state, key=_key_of)
+        bisect.insort(self.waiting, state, key=_key_of)
 
     def _take(self, state: SeqState) -> None:
-        del self._queue[bisect.bisect_left(self._queue, _key_of(state), key=_key_of)]
+        del self.waiting[bisect.bisect_left(self.waiting, _key_of(state), key=_key_of)]
         state.queue_key = None
 
 

@@ -26,14 +26,12 @@ Source: continuous batching, Orca (OSDI 2022); chunked prefill, arXiv:2308.16369
 arXiv:2309.06180, sec. 4.5.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvrt.errors import BadConfig, BadRequest, CacheFull
 from kvrt.serving.cache.base import SchedulerSpace
 from kvrt.serving.request import FinishReason, SeqState
-from kvrt.serving.scheduling.awaited import gains_by_waiting, is_awaiting
 from kvrt.serving.scheduling.live_requests import LiveRequests
-from kvrt.serving.scheduling.memory import n_growth
 from kvrt.serving.scheduling.queue import WaitingQueue
 from kvrt.serving.scheduling.step_plan import Rules, StepPlan
 
@@ -196,11 +194,13 @@ class Scheduler:
         self._n_steps += 1
         self._queue.n_steps = self._n_steps
         plan = StepPlan(n_left=self._rules.n_batch)
-        self._plan_prompts(plan, self._plan_decodes(plan))
+        if prompts := self._plan_decodes(plan):
+            self._plan_prompts(plan, prompts)
         self._plan_forks(plan)
-        if not plan.preempted:
+        if self._queue.waiting and not plan.preempted:
             self._admit(plan)
-        self._stretch(plan)
+        if self._rules.n_chunk is not None:
+            self._stretch(plan)
         self._plan_forks(plan)
         return plan
 
@@ -372,8 +372,6 @@ class Scheduler:
 
     def _stretch(self, plan: StepPlan) -> None:
         """Gives what is left of the budget to the first prompts, beyond their n_chunk."""
-        if self._rules.n_chunk is None:
-            return
         for i, (state, start, n) in enumerate(plan.prompts):
             more = min(state.n_next(start) - n, plan.n_left)
             longer = self._space.chunk(state, start, n + more) if more > 0 else n
@@ -401,3 +399,58 @@ class Scheduler:
         self.finish(state, "error", error)
         plan.refused.append(state)
         return True
+
+
+def gains_by_waiting(state: SeqState, n_hit: int, busy: Sequence[SeqState], rules: Rules) -> bool:
+    """Whether one who computes a prompt will soon hold more of this one's than is held now.
+
+    Args:
+      state: who waits; `awaits` is set.
+      n_hit: tokens of it that are held now.
+      busy: those who compute prompts.
+      rules: of the scheduler.
+    """
+    request = state.request
+    n = n_hit + rules.n_alike
+    if not (rules.holds_back and request.cache and n < len(state.tokens)):
+        return False
+    start = request.text[: 4 * n]
+    # Nobody finds what SelfExtend will move, and such a request finds its first window at most.
+    for other in busy if state.extend is None else ():
+        if other.extend is not None:
+            continue
+        text, salt = other.request.text, other.request.salt
+        if len(start) == 4 * n and other.n_computed < n and salt == request.salt:
+            if text.startswith(start):
+                state.awaits = (other, n)
+                return True
+    return False
+
+
+def is_awaiting(state: SeqState) -> bool:
+    """Whether what it waits for is still being computed."""
+    if state.awaits is None:
+        return False
+    other, n = state.awaits
+    if other.seq_id is not None and other.n_computed < n:
+        return True
+    state.awaits = None
+    return False
+
+
+def n_growth(state: SeqState, running: Iterable[SeqState]) -> int:
+    """Tokens that have to fit one day beside what is there now and all tokens of one more sample.
+
+    Of those who run, what they lack of their ends; of samples that follow one of them or the new
+    one, what comes after the prompt that they share.
+
+    Source: BatchLLM, arXiv:2412.03594, memory-centric token batching.
+    """
+    n = _n_followers(state)
+    for other in running:
+        n += max(other.n_whole - other.capacity, 0) + _n_followers(other)
+    return n
+
+
+def _n_followers(state: SeqState) -> int:
+    return sum(s.n_whole - s.n_prompt for s in state.followers or ())

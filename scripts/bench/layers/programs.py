@@ -31,7 +31,7 @@ from jax import lax
 from kvrt.config import CacheConfig
 from kvrt.program import step
 from kvrt.program.batch import Batch
-from kvrt.program.device import Device, forward
+from kvrt.program.device import Device, whole_step
 from kvrt.program.layers.by_layer import (
     Arrays,
     Fixed,
@@ -103,7 +103,7 @@ def _side(
         return _by_layer(device, batch)
     kind, params = device.programs.kind, device.programs.params
     if side in ("whole", "plain"):
-        run = functools.partial(forward if side == "whole" else plain_step, kind)
+        run = functools.partial(whole_step if side == "whole" else plain_step, kind)
         args = params, device.cache, batch
     else:
         rest, each = TracedParams(kind, params).rest, _by_kind(kind, params)

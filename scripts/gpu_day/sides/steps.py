@@ -33,7 +33,7 @@ class Steps:
             figures={
                 "n_bytes": step.n_bytes,
                 "compile_s": round(programs.compile_s, 2),
-                "temp_bytes": programs.temp_bytes("serve"),
+                "temp_bytes": programs.temp_bytes("forward"),
                 "sizes": dict(sizes_in_force(of.key(group), of.table)),
             },
         )
