@@ -7,8 +7,7 @@ import pytest
 from kvrt import CacheConfig, Engine, EngineConfig, LayerSkip, Request, Runtime, Speculation
 from kvrt.reuse.blend import BlendSpec
 from kvrt.store import kv as kv_store
-from tests.program.test_by_layer import Kinded
-from tests.toys import ToyLm
+from tests.toys import KindedLm, ToyLm
 
 pytestmark = pytest.mark.slow
 OPTIMISED = True  # see conftest.py: aliases and temporaries are those of the real programs
@@ -153,7 +152,7 @@ class Ones:
 
 def run_by_layer(n_ctx):
     """A runtime that has called the programs of steps, rounds, layers that draft and blends."""
-    model = Kinded(n_layers=2, n_kv_heads=16)
+    model = KindedLm(n_layers=2, n_kv_heads=16)
     config = CacheConfig(n_ctx=n_ctx, n_seq_max=2, n_ubatch=8, programs="by_layer")
     runtime = Runtime(model, config)
     chunk = runtime.chunk(PROMPT)
