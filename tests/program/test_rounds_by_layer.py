@@ -12,6 +12,7 @@ from kvrt import (
     Engine,
     LayerSkip,
     MaskSpec,
+    Quest,
     Request,
     Sampling,
     SelfExtend,
@@ -241,7 +242,7 @@ BLENDS = {
     "window": 0,
     "shared": 0,
     "produced": 0,
-    "latent": 1,
+    "latent": 0,
     "read": 1,
     "quest": 1,
 }
@@ -250,7 +251,9 @@ BLENDS = {
 @pytest.mark.parametrize("name", few(BLENDS, ("full",)))
 def test_a_blend_gives_the_same(name):
     spec, found = BlendSpec(ratio=0.4, check_layer=BLENDS[name]), []
-    runtimes = pair(name, n_ctx=128, swa_full=True)
+    select = Quest(n_cells=48, n_sink=0, n_recent=8) if name == "quest" else None
+    kind = "full" if select else name
+    runtimes = pair(kind, n_ctx=128, swa_full=True, select=select)
     for runtime in runtimes:
         chunks = [runtime.chunk(TEXT[i : i + 13]) for i in (0, 20)]
         blended = runtime.blend(chunks, TEXT[40:45], spec)
