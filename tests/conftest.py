@@ -97,9 +97,19 @@ def pytest_collection():
         gc.enable()
 
 
+# Files of few tests that take three seconds and more.
+_LONG = {
+    *("attend", "blend", "by_layer", "coming_back", "engine", "indexed_layers", "int8_agreement"),
+    *("latent_layers", "layer_skip", "machine", "matrix_few", "one_token", "own_tokens", "pieces"),
+    *("per_channel", "programs", "same_history", "scored", "select", "speculation", "together"),
+}
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Workers begin with files of real models, then those of many tests: none ends with a long one.
+    """Workers begin with files of real models, then with long ones and those of many tests.
+
+    So none ends with a long one.
 
     One process runs files in the order in which they are named.
     """
@@ -111,7 +121,12 @@ def pytest_collection_modifyitems(config, items):
         return
     n_tests = Counter(item.path for item in items)
     real = {item.path for item in items if item.get_closest_marker("model")}
-    items.sort(key=lambda item: (item.path not in real, -n_tests[item.path]))
+
+    def turn(item):
+        name = item.path.stem.removeprefix("test_")
+        return item.path not in real, name not in _LONG, -n_tests[item.path]
+
+    items.sort(key=turn)
 
 
 @pytest.fixture

@@ -20,8 +20,9 @@ def full(*values: Any) -> Any:
     return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.full])
 
 
-# Kinds of layers that CI has wherever kinds are a grid; the matrix has all beside all else.
-KINDS_OF_CI = frozenset({"full", "window", "recurrent", "latent", "shared", "indexed"})
+# Kinds of layers that CI has wherever kinds are a grid; the matrix has all beside all else, and
+# layers that read others or have an indexer have files of their own.
+KINDS_OF_CI = frozenset({"full", "window", "recurrent", "latent"})
 
 
 def of_ci(kinds: Iterable[str], fast: str | None = None) -> list[Any]:

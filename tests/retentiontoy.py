@@ -2,7 +2,7 @@
 
 import functools
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from kvrt_models.decoder import Decoder
@@ -19,7 +19,8 @@ def toy():
     """The decoder, and its weights for the oracle."""
     spec = spec_from_config(_SIZES | {"self_decoder": "gated_retention"})
     weights = random_weights(spec, seed=1)
-    return Decoder(spec, {k: jnp.asarray(x, jnp.float32) for k, x in weights.items()}), weights
+    narrow = {k: x.astype(np.float32) for k, x in weights.items()}
+    return Decoder(spec, jax.device_put(narrow)), weights
 
 
 def decoder():

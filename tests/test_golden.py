@@ -112,7 +112,7 @@ def test_whole_programs_give_the_text_of_programs_by_layer(of):
     print(f"largest difference {worst:.1e}")
     assert worst < of.tolerance and golden["keep"][last] == len(tokens) - 1
     assert greedy(at, 48) == golden["greedy"].tolist()
-    assert sorted(key.name for key in at.programs.compiled()) == ["decode_steps", "forward"]
+    assert {"forward", "decode_steps"} <= {key.name for key in at.programs.compiled()}
 
 
 def test_long_steps():

@@ -8,7 +8,7 @@ and layers that attend to that projection's keys and values of all tokens before
 
 import functools
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from kvrt_models.decoder import Decoder
@@ -50,7 +50,8 @@ def toy():
     """The decoder, and its weights for the oracle."""
     spec = spec_from_config(CONFIG)
     weights = random_weights(spec)
-    return Decoder(spec, {k: jnp.asarray(x, jnp.float32) for k, x in weights.items()}), weights
+    narrow = {k: x.astype(np.float32) for k, x in weights.items()}
+    return Decoder(spec, jax.device_put(narrow)), weights
 
 
 def decoder():

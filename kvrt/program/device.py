@@ -457,9 +457,16 @@ def dispatched(model: Decoder, config: CacheConfig, *, is_divided: bool) -> tupl
 
 
 def forward(kind: ModelKind, params: tuple, cache: Cache, batch: Batch) -> tuple[Array, Cache]:
-    """Logits of a batch: the functions of `by_layer.py`, if the model tells its layers apart."""
-    if kind.layers is None or len(kind.layers.kinds) != kind.spec.layout.n_layers:
-        return step.forward(kind.model(params), cache, batch, kind.spec)
+    """Logits of a batch."""
+    if kind.has_runs:
+        return _forward_by_kind(kind, params, cache, batch)
+    return step.forward(kind.model(params), cache, batch, kind.spec)
+
+
+def _forward_by_kind(
+    kind: ModelKind, params: tuple, cache: Cache, batch: Batch
+) -> tuple[Array, Cache]:
+    """The functions of a step by layer as one program, in which equal ones are traced once."""
     traced, arrays = TracedParams(kind, params), Arrays(cache, call_traced)
     rows = StepByLayer(traced).rows(arrays, batch)
     model = kind.outer(traced.rest)

@@ -51,6 +51,8 @@ class ModelKind:
     def __init__(self, graph: Any, tree: Any, spec: StepSpec, layers: "LayerParams | None"):
         """Takes the graph of a model, and the tree of its parameters."""
         self._graph, self._tree, self.spec, self.layers = graph, tree, spec, layers
+        # Of a model that tells of other layers than its groups have, whole steps alone run.
+        self.has_runs = layers is not None and len(layers.kinds) == spec.layout.n_layers
 
     def model(self, params: tuple) -> Any:
         """The model of some parameters, for functions that are traced."""

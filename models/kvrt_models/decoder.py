@@ -259,6 +259,7 @@ class Decoder(nnx.Module, pytree=False):
         x, inputs = jnp.split(x, [self.spec.n_stream], axis=1)
         width = self.of_layers.width
         for i, block in enumerate(blocks):
+            assert isinstance(block, Block), "a producer has no input of its own"
             x = block(x, attend, inputs[:, i * width : (i + 1) * width])
         used = len(blocks) * width
         return jnp.concatenate([x, inputs[:, used:], inputs[:, :used]], axis=1)

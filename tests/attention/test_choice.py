@@ -8,6 +8,7 @@ import pathlib
 import socket
 import subprocess
 import sys
+import types
 
 import jax
 import pytest
@@ -94,6 +95,14 @@ def test_a_platform_without_a_kernel_looks_at_nothing():
     assert registry.kernels("gpu") == ("pallas_gpu", "mosaic_gpu")
     assert registry.kernels("rocm") == ("pallas_gpu",)
     assert registry.kernels("tpu") == ("pallas_tpu",)
+
+
+@pytest.mark.parametrize(("capability", "first"), [("9.0", "mosaic_gpu"), ("8.0", "pallas_gpu")])
+def test_hopper_tries_mosaic_gpu_first(monkeypatch, capability, first):
+    device = types.SimpleNamespace(platform="gpu", compute_capability=capability)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    assert registry.kernels("gpu")[0] == first
+    assert sorted(registry.kernels("gpu")) == ["mosaic_gpu", "pallas_gpu"]
 
 
 def test_who_names_a_kernel_gets_it_or_a_refusal(kernels):

@@ -5,7 +5,7 @@ import pytest
 
 from kvrt import CacheConfig, GroupSpec, MaskSpec, RopeSpec, Runtime, SelfExtend
 from kvrt.errors import BadConfig
-from tests.marks import slow
+from tests.marks import full, slow
 from tests.oracle import rope
 from tests.toys import RowModel, allclose, tables
 
@@ -54,8 +54,15 @@ def logits(at, parts):
     return np.concatenate(out)
 
 
-@pytest.mark.parametrize("attention", ["chunked", slow("reference")])
-@pytest.mark.parametrize(("n", "w"), [(3, 7), slow(2, 6), slow(4, 8), slow(4, 1)])
+@pytest.mark.parametrize(
+    ("n", "w", "attention"),
+    [
+        (3, 7, "chunked"),
+        *(slow(2, 6, "chunked"), slow(4, 8, "chunked"), slow(4, 1, "reference")),
+        *(full(n, w, "reference") for n, w in ((3, 7), (2, 6), (4, 8))),
+        full(4, 1, "chunked"),
+    ],
+)
 def test_prefill_and_decode_see_what_the_paper_says(n, w, attention):
     extend = SelfExtend(ga_n=n, ga_w=w, kind="paper")
     at = runtime(extend, attention=attention)

@@ -16,7 +16,7 @@ from kvrt.select_spec import DoubleSparsity, Quest
 from kvrt.sizes import store_spec
 from kvrt.store import kv as kv_store
 from kvrt.store.codec import decode
-from tests.marks import first_fast, slow
+from tests.marks import first_fast, full, slow
 
 H, G, D, N_CELLS, N_HIDDEN = 2, 3, 16, 512, 40
 GROUP = GroupSpec(layers=(2,), n_kv_heads=H, head_dim=D, rope=None)
@@ -200,8 +200,14 @@ def fields(select):
     return {name: getattr(select, name) for name in select.__dataclass_fields__ if name != "name"}
 
 
-@pytest.mark.parametrize("name", ["quest", slow("pooled"), "by cell"])
-@pytest.mark.parametrize("kv_dtype", [slow("bf16"), slow("f16"), "int8"])
+TYPES = [
+    *(("quest", "int8"), ("by cell", "int8"), slow("pooled", "int8")),
+    *(slow("quest", "bf16"), full("by cell", "bf16"), full("pooled", "bf16")),
+    *(full("quest", "f16"), slow("by cell", "f16"), full("pooled", "f16")),
+]
+
+
+@pytest.mark.parametrize(("name", "kv_dtype"), TYPES)
 def test_labels_and_reads_take_other_kv_dtypes(name, kv_dtype):
     case = Case(SPECS[name], kv_dtype=kv_dtype)
     found, out = case.chosen()

@@ -16,6 +16,7 @@ from kvrt.attention.choice.cases import Query, case_of, cases_of
 from kvrt.config import SelfExtend
 from kvrt.program.layout import cell_layout
 from tests.interpreted import GPU
+from tests.marks import full
 from tests.toys import ToyLm
 
 OPTIMISED = False
@@ -191,9 +192,15 @@ CONFIGS = {
 }
 
 
+# Tests of the kernels have each of them beside every type and form.
 @pytest.mark.slow
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("kernel", ["gpu", "tpu"])
+@pytest.mark.parametrize(
+    ("kernel", "config"),
+    [
+        *(("gpu", "f32"), ("tpu", "int8"), full("gpu", "int8"), full("tpu", "f32")),
+        *(("tpu", "bf16, at read"), full("gpu", "bf16, at read")),
+    ],
+)
 def test_the_kernels_pass(named, kernel, config):
     model, config = ToyLm(n_layers=1), CONFIGS[config]
     layout = cell_layout(model.groups, None, config)

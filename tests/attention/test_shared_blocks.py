@@ -14,6 +14,7 @@ from kvrt.sizes import store_spec
 from kvrt.store import codec
 from kvrt.store import kv as kv_store
 from tests.interpreted import GPU, TPU
+from tests.marks import full
 
 pytestmark = pytest.mark.slow
 
@@ -196,21 +197,21 @@ def test_masks_hold_within_what_is_shared(mask):
         assert_equal(case.attended(case.view(runs)), case.by_hand())
 
 
-@pytest.mark.parametrize("dtype", ["int8", "q8_0", "int4", "bf16"])
+@pytest.mark.parametrize("dtype", ["int8", full("q8_0"), "int4", full("bf16")])
 def test_quantized_keys_and_values(dtype):
     case = Case(dtype=dtype)
     for runs in RUNS.values():
         assert_equal(case.attended(case.view(runs)), case.by_hand())
 
 
-@pytest.mark.parametrize("dtype", ["f32", "int8"])
+@pytest.mark.parametrize("dtype", [full("f32"), "int8"])
 def test_keys_that_are_rotated_when_they_are_read(dtype):
     case = Case(dtype=dtype, mode="read")
     for runs in RUNS.values():
         assert_equal(case.attended(case.view(runs)), case.by_hand())
 
 
-@pytest.mark.parametrize("implementation", ["chunked", KERNELS[0]])
+@pytest.mark.parametrize("implementation", ["chunked", full(GPU)])
 def test_grouped_positions_reach_what_is_shared(implementation):
     """SelfExtend as in the paper: as without runs, which its own tests judge."""
     case, extend = Case(mode="read"), SelfExtend(ga_n=2, ga_w=6, kind="paper")

@@ -117,13 +117,13 @@ def test_numpy_and_device_scalars_are_numbers_too():
     cells = parse("0 1 2 3")
     for one in (np.int64(1), np.array(1, np.int32), jnp.int32(1)):
         assert render(kc.seq_rm(cells, one - one, one, one + one)) == "0 . 2 3"
-    device = jax.tree.map(jnp.asarray, cells)
+    device = jax.device_put(cells)
     assert render(kc.seq_rm(device, 0, 1, np.int32(2))) == "0 . 2 3"
 
 
 @pytest.mark.parametrize("op", [kc.seq_add, kc.seq_div])
 def test_inside_jit_shared_cells_stay_and_are_counted(op):
-    cells = jax.tree.map(jnp.asarray, parse("2{0,1} 4 6{1,200} 8{0,200}", 256))
+    cells = jax.device_put(parse("2{0,1} 4 6{1,200} 8{0,200}", 256))
     moved = jax.jit(op)(cells, 0, 0, None, 2)
     assert render(moved).split()[1] in ("6+2", "2-2")
     assert [render(moved).split()[i] for i in (0, 2, 3)] == ["2{0,1}", "6{1,200}", "8{0,200}"]
@@ -133,7 +133,7 @@ def test_inside_jit_shared_cells_stay_and_are_counted(op):
 
 @pytest.mark.parametrize("seq_id", [-1, 32, 1000])
 def test_inside_jit_a_sequence_without_a_bit_owns_nothing(seq_id):
-    cells = jax.tree.map(jnp.asarray, parse("0{31} 1{0} ."))
+    cells = jax.device_put(parse("0{31} 1{0} ."))
     for op, args in ((kc.seq_rm, ()), (kc.seq_add, (0, None, 1)), (kc.seq_cp, (0,))):
         assert render(jax.jit(op)(cells, seq_id, *args)) == "0{31} 1 ."
     assert int(jax.jit(kc.seq_pos_max)(cells, seq_id)) == -1

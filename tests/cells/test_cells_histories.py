@@ -68,7 +68,7 @@ def device_program(n_words):
 
     def run(steps):
         start = kc.create(N_CTX, 32 * n_words)
-        start = jax.tree.map(jnp.asarray, start)
+        start = jax.device_put(start)
         return lax.scan(step, (start, jnp.int32(0)), tuple(steps[:, i] for i in range(6)))[1]
 
     return jax.jit(run)

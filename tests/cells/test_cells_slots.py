@@ -56,7 +56,7 @@ def test_jitted_search_is_the_loop(ring, n):
     used, head = ring
     cells = with_used(used)
     expected = plain(cells).find(head, n)
-    slots, found = FIND(jax.tree.map(jnp.asarray, cells), head, n)
+    slots, found = FIND(jax.device_put(cells), head, n)
     assert bool(found) == (expected is not None)
     assert slots.dtype == jnp.int32
     assert slots.tolist() == ([JIT_N_CTX] * n if expected is None else expected)
@@ -79,7 +79,7 @@ def test_place_drops_padding_and_resets_what_was_there(n_tokens, jit):
     pos = np.arange(7, 7 + n_tokens, dtype=np.int32)
     seqs = np.full(n_tokens, 33, np.int32)
     place = jax.jit(kc.place) if jit else kc.place
-    after = place(jax.tree.map(jnp.asarray, cells) if jit else cells, slots, pos, seqs)
+    after = place(jax.device_put(cells) if jit else cells, slots, pos, seqs)
     expected = {1: "5+2{1,40} . . 3 7{33}", 3: "8{33} . . 3 ."}[n_tokens]
     assert render(after) == expected
     assert render(cells) == "5+2{1,40} . . 3 ."

@@ -45,7 +45,7 @@ def test_an_edit_is_the_operation_of_its_name(name, jit):
     cells = parse(SHOWN)
     expected = render(getattr(kc, name)(cells, *CALLS[name]))
     if jit:
-        cells = jax.tree.map(jnp.asarray, cells)
+        cells = jax.device_put(cells)
     apply = getattr(edit, name.removeprefix("seq_"))
     assert render(apply(cells, *CALLS[name])) == expected
 

@@ -76,7 +76,7 @@ def expected(of, weights, x):
 
 
 def mixture(of, weights):
-    return Mixture(of, of.experts, {k: jnp.asarray(v) for k, v in weights.items()}, "")
+    return Mixture(of, of.experts, jax.device_put(weights), "")
 
 
 SPECS = {
@@ -91,7 +91,7 @@ SPECS = {
 def test_a_mixture_is_its_double_loop(name, n_tokens):
     of, x = SPECS[name], np.random.default_rng(1).normal(0, 1, (n_tokens, N_EMBD))
     weights = weights_of(of)
-    found = jax.jit(mixture(of, weights))(jnp.asarray(x, jnp.float32))
+    found = jax.jit(mixture(of, weights))(x.astype(np.float32))
     wanted = expected(of, weights, x.astype(np.float32))
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
@@ -103,22 +103,22 @@ def test_no_token_is_left_out_where_all_want_one_expert():
     for name in ("gate_exps", "up_exps", "down_exps"):  # nobody comes by the others' weights
         weights[f"ffn_{name}.weight"][[0, 2]] = np.nan
     x = np.random.default_rng(2).normal(0, 1, (TILE + 1, N_EMBD)).astype(np.float32)
-    found = jax.jit(mixture(of, weights))(jnp.asarray(x))
+    found = jax.jit(mixture(of, weights))(x)
     np.testing.assert_allclose(found, expected(of, weights, x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_tiles_have_every_pair_once_with_one_expert_each(size):
     chosen = np.asarray([[4, 1], [1, 0], [1, 4], [4, 1], [1, 4]], np.int32)
-    plan = plan_tiles(jnp.asarray(chosen), 6, size)
+    plan = jax.jit(plan_tiles, static_argnums=(1, 2))(chosen, 6, size)
     find, seen = jax.jit(pairs_of, static_argnums=2), []
-    for tile in range(int(plan.ends[-1])):
-        expert, pairs = find(plan, jnp.int32(tile), size)
-        mine = [int(p) for p in pairs if p < chosen.size]
+    for tile in range(np.asarray(plan.ends)[-1]):
+        expert, pairs = map(np.asarray, find(plan, np.int32(tile), size))
+        mine = [p for p in pairs.tolist() if p < chosen.size]
         assert mine and {chosen.reshape(-1)[p] for p in mine} == {int(expert)}
         seen += mine
     assert sorted(seen) == list(range(chosen.size))
-    assert int(plan.ends[-1]) == sum(-(-n // size) for n in (1, 5, 4))
+    assert np.asarray(plan.ends)[-1] == sum(-(-n // size) for n in (1, 5, 4))
 
 
 @pytest.mark.slow

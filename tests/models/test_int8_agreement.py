@@ -42,7 +42,7 @@ def cases():
     rng, found = np.random.default_rng(0), []
     for n_outputs, n_inputs, group in SIZES:
         weight = rng.standard_normal((n_outputs, n_inputs)).astype(np.float32)
-        matrix = jax.tree.map(jnp.asarray, int8.quantize(weight, group))
+        matrix = jax.device_put(int8.quantize(weight, group))
         xs = [rng.standard_normal((n, n_inputs)).astype(np.float32) for n in TOKENS]
         found.append((matrix, xs))
     return found

@@ -31,13 +31,15 @@ from kvrt.program.layout import cell_layout
 from kvrt.program.programs import layer_params
 from kvrt.serving.config import EngineConfig
 from kvrt_models.load import load
-from tests.marks import slow
+from tests.marks import full, slow
 from tests.matrix.plainmodel import PlainModel
 from tests.toys import KindedLm, ToyLm
 
 FOLDERS = sorted(p.parent for p in Path(__file__).parents[1].glob("golden/hf/*/config.json"))
 QUICK = ("bamba", "gemma3n", "deepseek-v32")
 MIXED = (*QUICK, "gemma4-experts", "qwen3-next-experts", "kimi-linear", "jamba-experts", "llama4")
+# tests/models has the logits of every family, by layer.
+SOME_MIXED = ("deepseek-v32", "gemma4-experts")
 TEXT = np.random.default_rng(0).integers(0, 32, 70).tolist()
 WINDOW = MaskSpec(kind="window", size=9)
 
@@ -93,10 +95,13 @@ CASES = {
     "extend_cache": {"self_extend": SelfExtend(ga_n=2, ga_w=16)},
     "checkpoints": {"n_checkpoints": 2, "masks": (WINDOW, MaskSpec()) * 2},
 }
-QUICK_CASES = ("channels",)
+# The matrix has all of them in both ways, one layer a program.
+OF_CI = {"kivi4", "checkpoints"}
 
 
-@pytest.mark.parametrize("name", [x if x in QUICK_CASES else slow(x) for x in CASES])
+@pytest.mark.parametrize(
+    "name", ["channels", *(slow(x) if x in OF_CI else full(x) for x in CASES if x != "channels")]
+)
 def test_both_ways_give_the_same(name):
     options = dict(CASES[name])
     masks = options.pop("masks", None)
@@ -104,7 +109,9 @@ def test_both_ways_give_the_same(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", ["produced", "shared", "latent", "indexed", "full+chunked"])
+@pytest.mark.parametrize(
+    "layers", ["produced", full("shared"), full("latent"), "indexed", full("full+chunked")]
+)
 def test_layers_that_read_others_do_so_across_programs(layers):
     plain, by_layer = both(PlainModel(layers, has_front=True), type_k="f32", type_v="f32")
     device = by_layer._cache.device
@@ -150,7 +157,11 @@ def test_a_whole_step_traces_a_run_of_each_kind_once():
 
 @pytest.mark.parametrize(
     "folder",
-    [f if f.name in QUICK[:1] else slow(f) for f in FOLDERS if f.name in MIXED],
+    [
+        f if f.name == QUICK[0] else slow(f) if f.name in SOME_MIXED else full(f)
+        for f in FOLDERS
+        if f.name in MIXED
+    ],
     ids=lambda f: f.name,
 )
 def test_families_whose_layers_differ_give_the_same(folder):
@@ -217,12 +228,12 @@ class Told:
         return jax.lax.scan(step, state, inputs)[1]
 
 
-@pytest.mark.parametrize("mode", ["cell", "paged"])
+@pytest.mark.parametrize("mode", [full("cell"), "paged"])
 @pytest.mark.slow
 def test_an_engine_gives_the_same(mode):
     found = []
     for programs in ("whole", "by_layer"):
-        config = CacheConfig(n_ctx=96, n_seq_max=3, block_size=8, n_ubatch=16, programs=programs)
+        config = CacheConfig(n_ctx=96, n_seq_max=3, block_size=8, n_ubatch=8, programs=programs)
         model = KindedLm(n_vocab=32, n_layers=4, masks=(WINDOW, MaskSpec()) * 2)
         engine, texts = Engine(model, config, EngineConfig(mode=mode)), {}
         for i in range(4):
@@ -273,7 +284,7 @@ def test_no_program_of_some_layers_copies_their_arrays():
     layer = sum(x.nbytes for x in jax.tree.leaves(runtime.cache.stores)) // 4
     for key, program in runtime.programs.compiled().items():
         if key.name == "layers":
-            memory, (first, last, _) = program.memory_analysis(), key.static[1]
+            memory, (first, last, *_) = program.memory_analysis(), key.static[1]
             assert memory.alias_size_in_bytes >= layer * (last - first)
             assert memory.temp_size_in_bytes < layer
 

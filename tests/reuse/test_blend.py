@@ -12,12 +12,12 @@ from kvrt.reuse.blend import BlendSpec, to_recompute
 from kvrt.runtime.blend import padded_size
 from kvrt.runtime.chunks.chunk import CachedChunk
 from kvrt.store.kv import read_kv
-from tests.marks import first_fast, full, slow
+from tests.marks import full, slow
 from tests.numpy_device.device import installed
 from tests.toys import RowModel, ToyLm
 
 N_LAYERS, LEAD = 4, 1
-CONFIG = CacheConfig(n_ctx=128, n_seq_max=2, n_ubatch=16, block_size=32)
+CONFIG = CacheConfig(n_ctx=128, n_seq_max=2, n_ubatch=32, block_size=32)
 
 
 def rotated(x, pos, base=100.0):
@@ -135,9 +135,18 @@ def close(got, expected):
     assert apart < 3e-4, apart
 
 
-@pytest.mark.parametrize("rope", first_fast(["write", "read"]))
-@pytest.mark.parametrize("rule", first_fast(["values", "keys", "first"]))
-@pytest.mark.parametrize("ratio", [slow(0.0), 0.3, slow(1.0)])
+# Where none or all are computed again, no rule chooses.
+BLENDS = [
+    (0.3, "values", "write"),
+    *(slow(0.3, "keys", "write"), slow(0.3, "first", "write"), slow(0.3, "values", "read")),
+    *(slow(0.0, "keys", "read"), slow(1.0, "first", "read")),
+    *(full(0.3, rule, "read") for rule in ("keys", "first")),
+    *(full(0.0, rule, "write") for rule in ("values", "keys", "first")),
+    *(full(1.0, rule, "write") for rule in ("values", "keys", "first")),
+]
+
+
+@pytest.mark.parametrize(("ratio", "rule", "rope"), BLENDS)
 def test_a_blend_is_what_the_paper_computes(ratio, rule, rope):
     model = ToyLm(n_layers=N_LAYERS)
     ids, suffix = texts()
@@ -173,7 +182,7 @@ def placed(model, ids, config):
 @pytest.mark.parametrize(
     ("kv_dtype", "rope"),
     [
-        ("f32", "write"),
+        full("f32", "write"),
         full("bf16", "read"),
         full("int8", "write"),
         ("q8_0", "read"),

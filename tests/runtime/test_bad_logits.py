@@ -14,6 +14,7 @@ from kvrt.serving import prometheus
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from tests.interpreted import GPU, TPU
+from tests.marks import full, slow
 from tests.numpy_device.device import compiled
 from tests.serving.engines import ask
 from tests.toys import HybridLm, RowModel, ToyLm
@@ -144,20 +145,20 @@ def test_a_state_without_numbers_ends_its_sequence_and_no_other():
         assert [t.id for t in runtime.generate(4, seq)] == wanted
 
 
+DAMAGE = [
+    *(("chunked", "k", np.nan), full("chunked", "v", np.nan), ("chunked", "v", np.inf)),
+    *(
+        full("reference", "k", np.nan),
+        slow("reference", "v", np.nan),
+        full("reference", "v", np.inf),
+    ),
+    *(slow(GPU, "k", np.nan), full(GPU, "v", np.nan), slow(GPU, "v", np.inf)),
+    *(slow(TPU, "k", np.nan), full(TPU, "v", np.nan), slow(TPU, "v", np.inf)),
+]
+
+
 @compiled()
-@pytest.mark.parametrize(
-    "attention",
-    [
-        "chunked",
-        pytest.param("reference", marks=pytest.mark.slow),
-        pytest.param(GPU, marks=pytest.mark.slow),
-        pytest.param(TPU, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize(
-    ("side", "bad"),
-    [("k", np.nan), pytest.param("v", np.nan, marks=pytest.mark.slow), ("v", np.inf)],
-)
+@pytest.mark.parametrize(("attention", "side", "bad"), DAMAGE)
 def test_damage_reaches_those_who_see_it_and_nobody_else(attention, side, bad):
     logits = []
     for value in (0.5, bad):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from kvrt import CacheConfig, Runtime
+from tests.marks import full
 from tests.serving import engines
 from tests.toys import DeltaLm
 
@@ -64,7 +65,8 @@ def test_a_fork_and_its_source_go_on_each_for_itself():
     assert_near(at.append(TEXT[40:])[0], fresh.append(TEXT)[0])
 
 
-@pytest.mark.parametrize("mode", ["cell", "paged"])
+# The matrix has both, and hits beside them.
+@pytest.mark.parametrize("mode", [full("cell"), full("paged")])
 def test_an_engine_gives_what_a_runtime_gives(mode):
     prompts = [TEXT[:50], TEXT[3:12], TEXT[:49] + TEXT[60:80]]
     asked = [engines.ask(i, x, n_predict=4) for i, x in enumerate(prompts)]

@@ -6,6 +6,7 @@ import pytest
 
 from kvrt import CacheConfig, DraftModel, Runtime, Sampling, Speculation
 from kvrt.errors import BadConfig
+from tests.marks import full
 from tests.toys import HybridLm, ToyLm
 
 pytestmark = pytest.mark.slow
@@ -29,7 +30,7 @@ def text(at, spec=None, sampling=LIVELY):
     return tokens, after.n_accepted - before.n_accepted, after.n_drafted - before.n_drafted
 
 
-@pytest.mark.parametrize("sampling", [Sampling(temp=0.0), LIVELY], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [full(Sampling(temp=0.0)), LIVELY], ids=["greedy", "sampled"])
 def test_a_model_drafts_for_itself_what_it_says(sampling):
     at = runtime("full")
     plain, *_ = text(at, sampling=sampling)
@@ -42,7 +43,7 @@ def test_a_model_drafts_for_itself_what_it_says(sampling):
 
 
 @pytest.mark.parametrize(
-    ("kind", "n_rs_seq"), [("full", 0), ("hybrid", N_DRAFT + 1), ("hybrid", 0)]
+    ("kind", "n_rs_seq"), [("full", 0), ("hybrid", N_DRAFT + 1), full("hybrid", 0)]
 )
 def test_another_model_changes_no_text(kind, n_rs_seq):
     at, other = runtime(kind), runtime(kind, 7, n_rs_seq=n_rs_seq)

@@ -37,7 +37,7 @@ def model(name):
 
 @functools.cache
 def latent_runtime(name, **options):
-    config = {"n_ctx": 80, "block_size": 8, "n_ubatch": 64, "n_seq_max": 3, **options}
+    config = {"n_ctx": 80, "block_size": 8, "n_ubatch": 8, "n_seq_max": 3, **options}
     return Runtime(model(name), CacheConfig(**config))
 
 
@@ -65,7 +65,8 @@ def test_logits_are_those_of_the_plain_form(name, rope):
 
 @pytest.mark.parametrize("size", [slow(1), 7, slow(64)])
 def test_a_prompt_in_chunks_is_a_forward_without_a_cache(size):
-    at, whole = runtime("norm"), Plain(model("norm")).step(TEXT[:70])
+    at = runtime("norm", n_ubatch=64)
+    whole = Plain(model("norm")).step(TEXT[:70])
     for start in range(0, 70, size):
         found = at.append(TEXT[start : min(start + size, 70)], out_ids=[0])[0]
         np.testing.assert_allclose(found, whole[start], atol=1e-4, rtol=0)

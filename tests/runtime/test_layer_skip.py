@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from test_speculation import (
     KINDS,
+    MIXED,
     N_DRAFT,
     N_VOCAB,
     POLICIES,
@@ -22,13 +23,14 @@ from kvrt import CacheConfig, GenerationSpec, LayerSkip, MaskSpec, Runtime, Samp
 from kvrt.cells.cells import owned
 from kvrt.errors import BadConfig
 from kvrt.store.kv import read_kv
-from tests.marks import first_fast
+from tests.marks import full, slow
 from tests.sharedlm import CLA2, SharedLm
 from tests.toys import HybridLm, RowModel, ToyLm
 
 EXIT = {"shared": 2}
 EXACT = [k for k in KINDS if k not in ("shared windows", "delta") and "recurrent" not in k]
 EXACT = [k for k in EXACT if "hybrid" not in k]
+EACH = [full(k) if k in MIXED else slow(k) if i else k for i, k in enumerate(EXACT)]
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +63,7 @@ def same_cells(runtime):
         np.testing.assert_array_equal(np.asarray(device.seqs)[:n], host.seqs)
 
 
-@pytest.mark.parametrize("kind", first_fast(EXACT))
+@pytest.mark.parametrize("kind", EACH)
 def test_text_and_cache_are_those_of_plain_decoding(kind):
     drafted = build(kind)
     drafted_like(build(kind), drafted, EXIT.get(kind, 1))
@@ -72,9 +74,9 @@ def test_text_and_cache_are_those_of_plain_decoding(kind):
 @pytest.mark.parametrize(
     "options",
     [
-        {"type_k": "f16", "type_v": "f16"},
-        {"type_k": "int8", "type_v": "int8"},
-        {"rope": "read"},
+        full({"type_k": "f16", "type_v": "f16"}),
+        full({"type_k": "int8", "type_v": "int8"}),
+        full({"rope": "read"}),
         {"rope": "read", "type_k": "int8"},
         {"hadamard": True, "type_k": "int8", "type_v": "q8_0"},
         {"attention": "reference"},
@@ -143,7 +145,7 @@ def counting(**options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("silent_from", [None, 2])
+@pytest.mark.parametrize("silent_from", [full(None), 2])
 def test_every_layer_runs_once_for_every_token_of_a_round(silent_from):
     runtime = counting(silent_from=silent_from)
     runtime.prefill(PROMPT)
@@ -180,7 +182,7 @@ def test_there_is_no_second_cache():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["shift", "sinks", "self_extend", "checkpoints"])
+@pytest.mark.parametrize("name", ["shift", full("sinks"), "self_extend", "checkpoints"])
 def test_policies_cut_rounds_and_change_no_text(name):
     kind = {"checkpoints": "window"}.get(name, "full")
     plain, drafted = build(kind, **POLICIES[name]), build(kind, **POLICIES[name])

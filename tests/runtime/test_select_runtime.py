@@ -53,7 +53,7 @@ def check_labels(runtime):
 @pytest.mark.parametrize("select", [QUEST, slow(SPARSE)], ids=["quest", "double_sparsity"])
 def test_labels_follow_writes_removals_moves_and_copies(select):
     runtime = runtime_of(select)
-    runtime.prefill(TOKENS[:200])
+    runtime.prefill(TOKENS[:192])
     check_labels(runtime)
     runtime.seq_rm(0, 30, 70)
     runtime.seq_add(0, 70, None, -40)  # a K-shift
@@ -63,7 +63,7 @@ def test_labels_follow_writes_removals_moves_and_copies(select):
     check_labels(runtime)
     runtime.prefill(TOKENS[200:260], 2)
     runtime.seq_rm(0)
-    runtime.prefill(TOKENS[260:330])  # cells are used again
+    runtime.prefill(TOKENS[260:324])  # cells are used again
     check_labels(runtime)
 
 
@@ -83,11 +83,11 @@ def test_labels_follow_a_policy_and_a_session(tmp_path):
 def test_what_fits_the_budget_is_the_dense_text_and_programs_stay():
     dense, sparse = runtime_of(None), runtime_of(Quest(n_cells=512, n_dense=1))
     for runtime in (dense, sparse):
-        runtime.prefill(TOKENS[:150])
-    for token in TOKENS[150:170]:
+        runtime.prefill(TOKENS[:128])
+    for token in TOKENS[128:148]:
         np.testing.assert_array_equal(dense.append([token]), sparse.append([token]))
     small = runtime_of(QUEST)
-    small.prefill(TOKENS[:150])
+    small.prefill(TOKENS[:128])
     small.append([3])
     n = small.programs.n_compiles
     found = [np.asarray(small.append([t])) for t in TOKENS[150:250]]
@@ -101,7 +101,7 @@ def test_decode_on_the_device_is_that_of_single_steps():
     one, many = runtime_of(QUEST), runtime_of(QUEST)
     texts = []
     for runtime, stride in ((one, 1), (many, 8)):
-        runtime.prefill(TOKENS[:150])
+        runtime.prefill(TOKENS[:128])
         texts.append([t.id for t in runtime.generate(40, stride=stride)])
     assert texts[0] == texts[1]
     check_labels(many)

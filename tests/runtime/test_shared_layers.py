@@ -11,6 +11,7 @@ from kvrt.program.estimate import of_blocks, of_cells
 from kvrt.program.layout import cell_layout
 from kvrt.reuse.blend import BlendSpec
 from kvrt.upkeep.sharded import shift_buffers
+from tests.marks import full, slow
 from tests.runtime.alongside import TEXT, read, run_history
 from tests.sharedlm import CLA2, CLA3, UNEVEN, D, Dense, SharedLm, mlkv_map
 from tests.toys import RowModel, allclose
@@ -25,7 +26,12 @@ MODELS = {
     "mlkv": dict(kv_of=mlkv_map(6, 2), n_kv_heads=1),
     "windows": ALTERNATING,
 }
-OTHERS = [pytest.param(x, marks=pytest.mark.slow) for x in MODELS if x != "cla2"]
+EACH = [
+    ("cla2", "write"),
+    *(slow("cla2", "read"), slow("uneven", "read"), slow("mlkv", "write"), slow("windows", "read")),
+    *(full("cla3", "write"), full("cla3", "read"), full("uneven", "write")),
+    *(full("mlkv", "read"), full("windows", "write")),
+]
 GROUP = dict(n_kv_heads=2, head_dim=D, rope=None)
 
 
@@ -36,7 +42,7 @@ def model(name):
 
 @functools.cache
 def shared_runtime(name, **options):
-    config = {"n_ctx": 80, "block_size": 8, "n_ubatch": 16, "n_seq_max": 3, **options}
+    config = {"n_ctx": 80, "block_size": 8, "n_ubatch": 8, "n_seq_max": 3, **options}
     return Runtime(model(name), CacheConfig(**config))
 
 
@@ -46,8 +52,7 @@ def runtime(name, **options):
     return found
 
 
-@pytest.mark.parametrize("rope", ["write", pytest.param("read", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["cla2", *OTHERS])
+@pytest.mark.parametrize(("name", "rope"), EACH)
 def test_logits_are_those_of_a_dense_model(name, rope):
     run_history(runtime(name, rope=rope), Dense(model(name)))
 
@@ -72,7 +77,7 @@ def test_a_shift_of_every_layer_is_seen(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("dtype", [full("bf16"), "int8"])
 def test_quantized_keys_are_read_by_all(dtype):
     """Coarsely: the matrix has each KV dtype number by number."""
     run_history(runtime("cla2", type_k=dtype, type_v=dtype), Dense(model("cla2")), 0.25)

@@ -25,7 +25,7 @@ from kvrt.errors import BadConfig, BadToken, CacheFull
 from kvrt.store.codec import decode
 from tests.indexedlm import IndexedLm
 from tests.latentlm import LatentLm
-from tests.marks import first_fast, slow
+from tests.marks import first_fast, full, slow
 from tests.numpy_device.device import installed
 from tests.sharedlm import CLA2, SharedLm
 from tests.toys import DeltaLm, HybridLm, ToyLm
@@ -52,6 +52,16 @@ KINDS = {
 }
 PAPER = SelfExtend(ga_n=2, ga_w=4, kind="paper")
 QUICK = {"full", "hybrid"}
+# Each is another mask or another mixture of what the others have one by one.
+MIXED = {
+    "window alone",
+    "window with sinks",
+    "chunked",
+    "heads of 32",
+    "hybrid with a window",
+    "shared windows",
+}
+EACH = [k if k in QUICK else (full if k in MIXED else slow)(k) for k in KINDS]
 
 
 @functools.cache
@@ -137,14 +147,14 @@ def differs(kind, tolerance=5e-5, **options):
     return drafted
 
 
-@pytest.mark.parametrize("kind", [k if k in QUICK else slow(k) for k in KINDS])
+@pytest.mark.parametrize("kind", EACH)
 def test_text_and_cache_are_those_of_plain_decoding(kind):
     drafted = differs(kind)
     assert sum(k.name == "verify_round" for k in drafted.programs.compiled()) == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["int8", "f16", "int4"])
+@pytest.mark.parametrize("dtype", [full("int8"), full("f16"), "int4"])
 def test_quantized_keys_are_those_of_plain_decoding(dtype):
     """Tokens of a round see each other in the KV dtype, as single steps do."""
     tolerance = {"f16": 2e-3, "int8": 0.05, "int4": 0.5}[dtype]
@@ -156,7 +166,7 @@ def test_quantized_keys_are_those_of_plain_decoding(dtype):
 @pytest.mark.parametrize(
     "options",
     [
-        {"rope": "read"},
+        full({"rope": "read"}),
         {"rope": "read", "type_k": "int8"},
         {"hadamard": True, "type_k": "int8", "type_v": "q8_0"},
         {"attention": "reference", "type_k": "f16", "type_v": "f16"},

@@ -16,7 +16,8 @@ from tests.latentlm import LatentLm
 from tests.sharedlm import SharedLm
 from tests.toys import DeltaLm, HybridLm, KindedLm, ToyLm
 
-B, N_ROWS, N_BATCH = 4, 4, 16
+# Steps of one token and of up to 8: two programs an engine.
+B, N_ROWS, N_BATCH = 4, 4, 8
 WINDOWS = [MaskSpec(), *[MaskSpec(kind="window", size=9)] * 2]
 MODELS = {
     "full": ToyLm,

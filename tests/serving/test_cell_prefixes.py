@@ -64,7 +64,7 @@ def test_a_hit_ends_at_any_token():
 
 @pytest.mark.slow
 def test_who_runs_is_found_as_well():
-    engine, start = make("full", "cell"), drawn(1, 12)
+    engine, start = make("full", "cell", n_ubatch=16), drawn(1, 12)
     engine.add_request(ask("first", [*start, 1], 8))
     engine.step()
     engine.add_request(ask("second", [*start, 2], 4))
@@ -114,7 +114,7 @@ def histories(rng, n, *, policies=("default",)):
 def test_the_same_tokens_with_and_without_under_pressure(kind):
     """Room for a third of what is asked: requests are preempted, what is kept goes."""
     asked = list(histories(np.random.default_rng(3), 24))
-    rules = Rules(n_batch=16, n_chunk=6, admit="chunk", by_prefix=True)
+    rules = Rules(n_batch=8, n_chunk=6, admit="chunk", by_prefix=True)
     found = {}
     for prefix_cache in (True, False):
         engine = make(kind, "cell", rules=rules, n_ctx=48, prefix_cache=prefix_cache)
@@ -131,7 +131,7 @@ def test_the_same_tokens_with_and_without_under_pressure(kind):
 @pytest.mark.parametrize("rope", ["write", "read"])
 def test_what_is_shared_is_neither_moved_nor_written(rope):
     """Keys and values of what was kept stay, bit for bit, beside requests that drop and move."""
-    rules = Rules(n_batch=16, n_ctx_seq=40)
+    rules = Rules(n_batch=8, n_ctx_seq=40)
     engine = make("full", "cell", rules=rules, n_ctx=256, rope=rope)
     start = drawn(4, 20)
     served(engine, [ask("first", start, 4)])

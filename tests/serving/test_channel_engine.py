@@ -20,7 +20,7 @@ from tests.matrix.engine_history import EngineHistory
 from tests.matrix.plainmodel import drawn
 
 CELL = Cell(where="engine_paged", dtype="kivi4")
-N_STEP = 16
+N_STEP = 8
 
 
 class Requests(EngineHistory):

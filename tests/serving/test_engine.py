@@ -5,13 +5,20 @@ import pytest
 
 from kvrt import Sampling
 from kvrt.errors import BadRequest
-from tests.serving.engines import KINDS, alone, ask, drawn, engine, make, run
+from tests.marks import full, slow
+from tests.serving.engines import alone, ask, drawn, engine, make, run
 
-SOME = [k if k == "full" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
+EACH = [  # the matrix has every kind in both modes
+    ("full", "paged"),
+    slow("full", "cell"),
+    slow("window", "cell"),
+    slow("recurrent", "paged"),
+    *(full(kind, "cell") for kind in ("chunked", "recurrent", "states")),
+    *(full(kind, "paged") for kind in ("window", "chunked", "states")),
+]
 
 
-@pytest.mark.parametrize("mode", [pytest.param("cell", marks=pytest.mark.slow), "paged"])
-@pytest.mark.parametrize("kind", SOME)
+@pytest.mark.parametrize(("kind", "mode"), EACH)
 def test_every_request_gets_what_it_gets_alone(kind, mode):
     rng = np.random.default_rng(0)
     samplings = [Sampling(), Sampling(temp=0.8, seed=3), Sampling(temp=1, top_k=5, seed=4)]

@@ -93,7 +93,7 @@ def test_the_same_tokens_with_and_without_under_pressure(mode, kind):
         borders = (int(rng.integers(1, len(tokens) + 1)),)
         more = dict(n=n, salt=salt, borders=borders)
         asked.append(ask(i, tokens, int(rng.integers(1, 12)), **more))
-    rules = Rules(n_batch=16, n_chunk=12, admit="chunk")
+    rules = Rules(n_batch=8, n_chunk=6, admit="chunk")
     found = []
     for kept in ({}, KEPT, KEPT | {"checkpoint_bytes": 60_000}):
         engine = make(kind, mode, rules=rules, n_ctx=96, **kept)
@@ -153,7 +153,7 @@ def test_a_session_of_an_engine_has_its_checkpoints(kind, src, dst, tmp_path):
     "mode, change, message",
     [
         ("paged", {"checkpoint_interval": 18}, "hits end with blocks of 4; it must be a multiple"),
-        ("paged", {"checkpoint_interval": 2}, "is 2 tokens, a step runs n_ubatch = 16"),
+        ("paged", {"checkpoint_interval": 2}, "is 2 tokens, a step runs n_ubatch = 8"),
         ("paged", {"checkpoint_bytes": 100}, "checkpoint_bytes is 100, one checkpoint of this"),
         ("cell", {"checkpoint_bytes": 100}, "checkpoint_bytes is 100, one checkpoint of this"),
         (

@@ -6,6 +6,7 @@ import pytest
 
 from kvrt import CacheConfig, DraftModel, Runtime, Sampling, Speculation
 from kvrt.errors import BadConfig
+from tests.marks import full
 from tests.serving.engines import MODELS, N_ROWS, B, ask, make, served
 from tests.toys import HybridLm, ToyLm
 
@@ -15,7 +16,7 @@ BEGINNING = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
 def drafter(model, n_ctx=256, **options):
-    sizes = dict(n_ctx=n_ctx, n_seq_max=N_ROWS, block_size=8, n_ubatch=16)
+    sizes = dict(n_ctx=n_ctx, n_seq_max=N_ROWS, block_size=8, n_ubatch=8)
     return DraftModel(runtime=Runtime(model, CacheConfig(**sizes, **options)))
 
 
@@ -50,7 +51,13 @@ def test_a_model_drafts_for_itself_what_each_request_says(mode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "mode"), [("window", "paged"), ("latent", "cell"), ("recurrent", "paged")]
+    ("kind", "mode"),
+    [
+        ("full", "cell"),
+        ("recurrent", "paged"),
+        full("window", "paged"),
+        full("latent", "cell"),
+    ],
 )
 def test_another_model_changes_no_text(kind, mode):
     n_vocab = MODELS[kind]().n_vocab

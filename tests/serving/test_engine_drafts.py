@@ -10,9 +10,9 @@ from kvrt.policies import AttentionSinks, ContextShift
 from kvrt.program.rounds.round import Drafted, plan_rounds, stays_of
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.scheduling.step_plan import Rules
-from tests.marks import full, in_turn, slow
+from tests.marks import full, in_turn
 from tests.numpy_device.device import compiled
-from tests.serving.engines import MODELS, N_BATCH, B, ask, drawn, make, served
+from tests.serving.engines import MODELS, N_BATCH, N_ROWS, B, ask, drawn, make, served
 from tests.serving.soundcells import assert_sound
 
 pytestmark = pytest.mark.usefixtures("numpy_device")
@@ -54,6 +54,8 @@ def never_backs_off(monkeypatch):
 def pair(kind, mode, n_draft=N_DRAFT, drafter=None, **options):
     """An engine with drafts and one without."""
     script = drafter or Script(n_draft)
+    # Room for the drafts of all requests.
+    options = {"n_ubatch": N_ROWS * (N_DRAFT + 1)} | options
     drafted = make(kind, mode, speculation=Speculation(drafter=script, n_draft=n_draft), **options)
     return drafted, make(kind, mode, **options), script
 
@@ -223,7 +225,8 @@ def test_every_token_of_a_round_has_its_logits(mode):
     np.testing.assert_allclose(np.stack(found), np.stack(rows), atol=2e-5)
 
 
-@pytest.mark.parametrize(("mode", "dtype"), [slow("paged", "int8"), full("cell", "f16")])
+# The matrix has both in a cell with drafts, beside q8_0 and int4.
+@pytest.mark.parametrize(("mode", "dtype"), [full("paged", "int8"), full("cell", "f16")])
 def test_quantized_keys_are_those_of_single_steps(mode, dtype, monkeypatch):
     never_backs_off(monkeypatch)
     both = pair("window", mode, type_k=dtype, type_v=dtype)
@@ -279,7 +282,11 @@ def test_a_text_that_is_drafted_wrongly_is_drafted_for_less_and_less():
             "17 tokens exceeds n_batch",
         ),
         ({"run_ahead": True}, Speculation(drafter=PromptLookup()), "leave out run_ahead"),
-        ({}, Speculation(drafter=LayerSkip(exit_layer=2)), "the model has 2 layers; some of them"),
+        (
+            {},
+            Speculation(drafter=LayerSkip(exit_layer=2), n_draft=3),
+            "the model has 2 layers; some of them",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_at_construction(options, speculation, message):

@@ -8,6 +8,7 @@ from kvrt.errors import BadConfig
 from kvrt.policies import AttentionSinks, ContextShift
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.scheduling.step_plan import Rules
+from tests.marks import full
 from tests.serving.engines import MODELS, N_BATCH, B, ask, drawn, make, served
 from tests.serving.soundcells import assert_sound
 from tests.serving.test_engine_drafts import SAMPLED, never_backs_off, texts_of
@@ -19,7 +20,8 @@ N_DRAFT = 3
 SPEC = Speculation(drafter=LayerSkip(exit_layer=1), n_draft=N_DRAFT)
 # Also equal: full, chunked, sinks, latent and ropes, and each of these in the other mode.
 KINDS = [("rolling", "cell"), ("window", "paged")]
-MODES = [pytest.param("cell", marks=pytest.mark.slow), "paged"]
+# What a request samples, and what the first layers hand on, no mode of the cache changes.
+MODES = [full("cell"), "paged"]
 
 
 def pair(kind, mode, **options):
@@ -91,7 +93,7 @@ class SilentBehind(ToyLm):
         qkv[...] = qkv[...].at[:, -width:].set(0.0)
 
 
-@pytest.mark.parametrize("mode", ["cell", "paged"])
+@pytest.mark.parametrize("mode", MODES)
 def test_what_the_other_layers_add_nothing_to_is_drafted_rightly(mode):
     """A draft sees those before it, in blocks that its round begins; then all of them stay.
 
@@ -128,7 +130,7 @@ def test_what_the_first_layers_cannot_draft_for_is_refused_at_construction(
     kind, exit_layer, message
 ):
     config = CacheConfig(n_ctx=64, n_seq_max=2, block_size=B, n_ubatch=N_BATCH)
-    spec = Speculation(drafter=LayerSkip(exit_layer=exit_layer))
+    spec = Speculation(drafter=LayerSkip(exit_layer=exit_layer), n_draft=N_DRAFT)
     with pytest.raises(BadConfig, match=message) as caught:
         Engine(MODELS[kind](), config, EngineConfig(speculation=spec))
     assert "\n" not in str(caught.value)

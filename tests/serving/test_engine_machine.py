@@ -45,7 +45,7 @@ TIERS = TierConfig(host_bytes=1 << 17, always=True)
 @functools.cache
 def shared(kind, mode, fine, extend):
     """An engine with room for about half of what its sequences might want."""
-    rules = Rules(n_batch=N_BATCH, n_chunk=10, admit="chunk", preempt="swap", by_prefix=True)
+    rules = Rules(n_batch=N_BATCH, n_chunk=6, admit="chunk", preempt="swap", by_prefix=True)
     rules = dataclasses.replace(rules, n_ctx_seq=N_CTX_SEQ)
     tiers = TIERS if mode == "paged" else None
     # Layers that keep all make no checkpoints; two of each sequence of others.

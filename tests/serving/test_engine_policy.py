@@ -184,7 +184,7 @@ def test_no_later_request_hits_what_was_moved(rope):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["cell", "paged"])
+@pytest.mark.parametrize("mode", [full("cell"), "paged"])
 def test_quantized_keys_go_a_quarter_at_once(mode):
     """A K-shift quantizes them again, in an engine as often as in a runtime."""
     engine, rng = shared("full", mode, "write", type_k="int8"), np.random.default_rng(7)
@@ -225,7 +225,7 @@ def test_policies_are_refused_when_made():
 
 @compiled()
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["paged", "cell"])
+@pytest.mark.parametrize("mode", ["paged", full("cell")])
 def test_a_policy_costs_nothing_before_a_drop(mode):
     """The same plans and programs as without; `none` takes the default policy from a request."""
     made = []

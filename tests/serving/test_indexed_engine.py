@@ -5,6 +5,7 @@ import pytest
 
 from kvrt.serving.request import Request
 from tests.indexedlm import PlainIndexed
+from tests.marks import full
 from tests.serving import engines
 
 pytestmark = pytest.mark.slow
@@ -40,7 +41,7 @@ def served(engine, prompts, n_predict):
     return judged
 
 
-@pytest.mark.parametrize("mode", ["paged", "cell"])
+@pytest.mark.parametrize("mode", [full("paged"), "cell"])
 def test_requests_beside_each_other_and_hits_are_those_of_the_oracle(mode):
     engine = engines.make("indexed", mode)
     first = served(engine, dict(zip("ab", PROMPTS, strict=True)), 6)

@@ -175,7 +175,7 @@ def test_as_many_as_can_be_are_pinned_in_cells():
     assert engine.stats().pools[0].n_pinned == 32
 
 
-KEPT = {"n_checkpoints": 4, "checkpoint_interval": 16}
+KEPT = {"n_checkpoints": 4, "checkpoint_interval": 16, "n_ubatch": 16}
 
 
 @pytest.mark.parametrize("kind", [slow("recurrent"), slow("window"), slow("states")])

@@ -32,12 +32,12 @@ MODES = ["cell", "paged"]
 
 @functools.cache
 def model():
-    return ToyLm(n_layers=4)
+    return ToyLm(n_layers=3)
 
 
 @functools.cache
 def runtime():
-    return Runtime(model(), CacheConfig(n_ctx=128, n_seq_max=4, n_ubatch=16, block_size=32))
+    return Runtime(model(), CacheConfig(n_ctx=128, n_seq_max=4, n_ubatch=8, block_size=32))
 
 
 @functools.cache
@@ -52,8 +52,8 @@ def blend():
 
 @functools.cache
 def engine(mode, n_ctx=128, n_rows=4):
-    config = CacheConfig(n_ctx=n_ctx, n_seq_max=n_rows, n_ubatch=16, block_size=B)
-    rules = Rules(n_batch=16)
+    config = CacheConfig(n_ctx=n_ctx, n_seq_max=n_rows, n_ubatch=8, block_size=B)
+    rules = Rules(n_batch=8)
     return Engine(model(), config, EngineConfig(mode=mode, prefix_cache=True, rules=rules))
 
 

@@ -104,7 +104,7 @@ def test_a_sample_ends_at_a_stop_or_at_its_length():
 
 @pytest.mark.parametrize("mode", ["cell", "paged"])
 def test_a_request_may_be_limited_to_less_than_the_cache(mode):
-    at = make("full", mode, rules=Rules(n_batch=16, n_ctx_seq=20))
+    at = make("full", mode, rules=Rules(n_batch=8, n_ctx_seq=20))
     with pytest.raises(BadRequest, match=r"the cache holds 20 of one request.*n_ctx_seq"):
         at.add_request(ask("long", range(12), 10))
     at.add_request(ask("fits", range(12), 8))

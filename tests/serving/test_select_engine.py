@@ -42,7 +42,7 @@ N_NEW = 24
 
 
 def config_of(select, **changed):
-    sizes = {"n_ctx": 512, "n_ubatch": 32, "n_seq_max": 3, "block_size": 16}
+    sizes = {"n_ctx": 512, "n_ubatch": 8, "n_seq_max": 3, "block_size": 16}
     return CacheConfig(**sizes | changed, select=select)
 
 
@@ -125,7 +125,7 @@ def test_how_steps_divide_a_prompt_changes_nothing():
 @pytest.mark.slow
 def test_a_policy_moves_keys_and_labels_follow():
     select, policy = SELECTS["quest"], AttentionSinks(n_window=60, n_sink=4, n_drop=20)
-    rules = Rules(n_batch=32, n_ctx_seq=64)
+    rules = Rules(n_batch=8, n_ctx_seq=64)
     engine = Engine(MODEL, config_of(select), EngineConfig(rules=rules), policy=policy)
     found = served(engine, TEXTS[3:4] * 2)
     assert found[0] == found[1]
@@ -150,7 +150,7 @@ def test_samples_and_forks_share_what_was_read():
 def test_a_fork_without_room_is_refused_for_its_text_would_change():
     engine = Engine(MODEL, config_of(SELECTS["quest"], n_seq_max=1), EngineConfig())
     engine.add_request(Request(id="a", tokens=tuple(TEXTS[1]), n_predict=N_NEW))
-    for _ in range(4):
+    for _ in range(len(TEXTS[1]) // 8 + 4):
         engine.step()
     with pytest.raises(CacheFull, match="reads some cells"):
         engine.fork("a", "b")
@@ -158,7 +158,7 @@ def test_a_fork_without_room_is_refused_for_its_text_would_change():
 
 def test_what_an_engine_cannot_read_sparsely_is_refused_when_it_is_made():
     quest = config_of(SELECTS["quest"])
-    drafts = EngineConfig(speculation=Speculation(drafter=PromptLookup()))
+    drafts = EngineConfig(speculation=Speculation(drafter=PromptLookup(), n_draft=3))
     shared = SharedLm((0, 1, 0, 1), masks=[WINDOWS[1], WINDOWS[0]] * 2)
     refused = [
         (MODEL, drafts, "leave one of them out"),

@@ -126,7 +126,7 @@ def test_the_plan_lists_the_blocks_with_a_moved_cell_and_no_other(delta):
 def test_the_plan_is_the_same_inside_jit():
     cells = with_delta([0] * 5 + [3, 0, 0, -2] + [0] * 8 + [7])
     host = shift.plan_shift(cells, N_BLOCKS, B)
-    traced = jax.jit(lambda c: shift.plan_shift(c, N_BLOCKS, B))(jax.tree.map(jnp.asarray, cells))
+    traced = jax.jit(lambda c: shift.plan_shift(c, N_BLOCKS, B))(jax.device_put(cells))
     for a, b in zip(jax.tree.leaves(host), jax.tree.leaves(traced), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -185,7 +185,7 @@ def drift(kind, n_steps, d):
     cells = with_delta([d] * N_CTX)
 
     def run(store):
-        plan = shift.plan_shift(jax.tree.map(jnp.asarray, cells), N_BLOCKS, B)
+        plan = shift.plan_shift(jax.device_put(cells), N_BLOCKS, B)
         step = functools.partial(shift.apply_shift, plan=plan, group=GROUPS[0], n_ctx=N_CTX)
         return lax.fori_loop(0, n_steps, lambda _, s: step(s), store)
 

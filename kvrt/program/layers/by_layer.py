@@ -386,10 +386,14 @@ def layers(
     attention = _opened(cache, batch, spec, stream)
     x = _passed(kind, how, fixed, batch, stream.x, attention)
     last = how.last - 1
-    seen = {last - how.first: how.look(attention, last, batch, spec)} if how.look else {}
+    seen, done = {}, x
+    if how.look:
+        seen = {last - how.first: how.look(attention, last, batch, spec)}
+        # What is looked at is read before it is written, or XLA copies the layer.
+        done = sum(map(jnp.sum, jax.tree.leaves(seen)), x.astype(jnp.float32))
     late = {i: (attention.k_new.pop(i), attention.v_new.pop(i)) for i in part.late}
     own = {i: attention.own[i] for i in part.late}
-    written = _written(cache, attention, batch, spec, x)
+    written = _written(cache, attention, batch, spec, done)
     return Stream(x=x, own=own, late=late, seen=seen), _parted(written, part)
 
 
