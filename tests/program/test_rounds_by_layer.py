@@ -117,6 +117,18 @@ def generated(runtime, drafter, **asked):
     return [t.id for t in tokens], np.array([[p for _, p in t.best] for t in tokens])
 
 
+def refuse(runtime, drafter):
+    """Ends a text behind a round of which a draft was refused, whose cells no later token takes."""
+    runtime.clear()
+    runtime.prefill(TEXT[:11])
+    before = runtime.stats()
+    for _ in runtime.generate(N, speculation=Speculation(drafter=drafter, n_draft=N_DRAFT)):
+        now = runtime.stats()
+        if now.n_drafted - now.n_accepted > before.n_drafted - before.n_accepted:
+            return
+    raise AssertionError("no draft was refused")
+
+
 def same_text(whole, by_layer, drafter, **asked):
     """Text, log-probabilities, cache and counts are equal, and of the drafts some stayed."""
     (ids, best), (others, found) = (generated(x, drafter(), **asked) for x in (whole, by_layer))
@@ -130,6 +142,9 @@ def same_text(whole, by_layer, drafter, **asked):
     assert not names[1] & {"verify_round", "layer_skip", "forward"}
     assert names[1] >= {"unwritten_layers", "accept_round", "write_layers"}
     assert by_layer.stats().programs.startswith("by_layer")
+    for runtime in (whole, by_layer):
+        refuse(runtime, drafter())
+    same_cache(whole, by_layer)
 
 
 @pytest.mark.parametrize("name", few(KINDS, QUICK))
