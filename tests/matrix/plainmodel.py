@@ -125,7 +125,7 @@ class PlainModel(nnx.Module):
         last = self.n_layers - 2 if "produce" in self.parts else self.n_layers
         x = self.layers(self.embed(tokens), attend, 0, last)[out_ids]
         if last < self.n_layers:
-            x = self.layers(x, attend.for_tokens(out_ids), last, self.n_layers)
+            x = self.layers(x, attend.for_tokens(jnp.asarray(out_ids)), last, self.n_layers)
         return self.head(x)
 
     def embed(self, tokens):

@@ -12,6 +12,7 @@ from kvrt import (
     Engine,
     LayerSkip,
     MaskSpec,
+    Quest,
     Request,
     Sampling,
     SelfExtend,
@@ -120,6 +121,18 @@ def generated(runtime, drafter, **asked):
     return [t.id for t in tokens], np.array([[p for _, p in t.best] for t in tokens])
 
 
+def refuse(runtime, drafter):
+    """Ends a text behind a round of which a draft was refused, whose cells no later token takes."""
+    runtime.clear()
+    runtime.prefill(TEXT[:11])
+    before = runtime.stats()
+    for _ in runtime.generate(N, speculation=Speculation(drafter=drafter, n_draft=N_DRAFT)):
+        now = runtime.stats()
+        if now.n_drafted - now.n_accepted > before.n_drafted - before.n_accepted:
+            return
+    raise AssertionError("no draft was refused")
+
+
 def same_text(whole, by_layer, drafter, **asked):
     """Text, log-probabilities, cache and counts are equal, and of the drafts some stayed."""
     (ids, best), (others, found) = (generated(x, drafter(), **asked) for x in (whole, by_layer))
@@ -133,6 +146,9 @@ def same_text(whole, by_layer, drafter, **asked):
     assert not names[1] & {"verify_round", "layer_skip", "forward"}
     assert names[1] >= {"unwritten_layers", "accept_round", "write_layers"}
     assert by_layer.stats().programs.startswith("by_layer")
+    for runtime in (whole, by_layer):
+        refuse(runtime, drafter())
+    same_cache(whole, by_layer)
 
 
 @pytest.mark.parametrize("name", few(KINDS, QUICK))
@@ -246,7 +262,7 @@ BLENDS = {
     "window": 0,
     "shared": 0,
     "produced": 0,
-    "latent": 1,
+    "latent": 0,
     "read": 1,
     "quest": 1,
 }
@@ -255,7 +271,9 @@ BLENDS = {
 @pytest.mark.parametrize("name", few(BLENDS, ("full",)))
 def test_a_blend_gives_the_same(name):
     spec, found = BlendSpec(ratio=0.4, check_layer=BLENDS[name]), []
-    runtimes = pair(name, n_ctx=128, swa_full=True)
+    select = Quest(n_cells=48, n_sink=0, n_recent=8) if name == "quest" else None
+    kind = "full" if select else name
+    runtimes = pair(kind, n_ctx=128, swa_full=True, select=select)
     for runtime in runtimes:
         chunks = [runtime.chunk(TEXT[i : i + 13]) for i in (0, 20)]
         blended = runtime.blend(chunks, TEXT[40:45], spec)
