@@ -120,7 +120,7 @@ def test_layers_that_read_others_do_so_across_programs(layers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["read", "h2o", "quest", "checkpoints"])
+@pytest.mark.parametrize("name", [full("read"), full("h2o"), "quest", "checkpoints"])
 def test_one_program_of_kinds_gives_the_same(name):
     options = dict(CASES[name])
     masks = options.pop("masks", None)

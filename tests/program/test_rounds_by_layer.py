@@ -25,7 +25,7 @@ from kvrt.serving.config import EngineConfig
 from kvrt.store.codec import decode
 from kvrt_models.load import load
 from tests import retentiontoy, yocotoy
-from tests.marks import slow
+from tests.marks import full, slow
 from tests.matrix.plainmodel import PlainModel
 from tests.program.test_by_layer import WINDOW, both
 from tests.serving.test_engine_drafts import Script
@@ -67,8 +67,12 @@ KINDS = {
 QUICK = ("f16", "h2o", "recurrent")
 
 
+# Masks, frames of keys and types that the matrix has by layer, and mixtures of the others.
+OF_SOAK = {"full", "chunked", "read", "int8", "paper", "shared", "state space"}
+
+
 def few(names, quick):
-    return [x if x in quick else slow(x) for x in names]
+    return [x if x in quick else full(x) if x in OF_SOAK else slow(x) for x in names]
 
 
 @pytest.fixture(autouse=True)
@@ -202,8 +206,9 @@ def engines(name, mode, **options):
     ("name", "mode"),
     [
         ("window", "paged"),
-        *map(slow, ["full", "window", "retention"], ["cell"] * 3),
-        *map(slow, ["f16", "yoco", "recurrent", "latent", "produced"], ["paged"] * 5),
+        *(slow("window", "cell"), slow("recurrent", "paged"), slow("produced", "paged")),
+        *map(full, ["full", "retention"], ["cell"] * 2),
+        *map(full, ["f16", "yoco", "latent"], ["paged"] * 3),
     ],
 )
 def test_rounds_of_many_give_the_same(name, mode):

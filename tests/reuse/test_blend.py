@@ -17,7 +17,7 @@ from tests.numpy_device.device import installed
 from tests.toys import RowModel, ToyLm
 
 N_LAYERS, LEAD = 4, 1
-CONFIG = CacheConfig(n_ctx=128, n_seq_max=2, n_ubatch=32, block_size=32)
+CONFIG = CacheConfig(n_ctx=128, n_seq_max=2, n_ubatch=16, block_size=32)
 
 
 def rotated(x, pos, base=100.0):

@@ -219,7 +219,7 @@ def test_random_histories_equal_text_read_from_scratch(name):
     at = runtime(model, n_ctx=512, n_checkpoints=4, checkpoint_bytes=50_000)
     whole = Runtime(model, CacheConfig(n_ctx=512, n_ubatch=256, swa_full=True))
     rng, texts = np.random.default_rng(5), {0: [], 1: []}
-    for _ in range(90):
+    for _ in range(150):
         s = int(rng.integers(2))
         ids, kind = texts[s], rng.choice(["append", "append", "decode", "cut", "copy", "clear"])
         if kind == "append" and len(ids) < 200:

@@ -93,10 +93,10 @@ def test_the_same_tokens_with_and_without_under_pressure(mode, kind):
         borders = (int(rng.integers(1, len(tokens) + 1)),)
         more = dict(n=n, salt=salt, borders=borders)
         asked.append(ask(i, tokens, int(rng.integers(1, 12)), **more))
-    rules = Rules(n_batch=8, n_chunk=6, admit="chunk")
+    rules = Rules(n_batch=16, n_chunk=12, admit="chunk")
     found = []
     for kept in ({}, KEPT, KEPT | {"checkpoint_bytes": 60_000}):
-        engine = make(kind, mode, rules=rules, n_ctx=96, **kept)
+        engine = make(kind, mode, rules=rules, n_ctx=96, n_ubatch=16, **kept)
         found.append(served(engine, asked)[0])
         stats = engine.stats()
         if kept:

@@ -9,7 +9,8 @@ from kvrt_models.load import load
 pytestmark = pytest.mark.model
 
 N_PREDICT, GAP = 40, 1e-4
-PROMPTS = ("1, 2, 3,", "def main():", "Roses are red. Roses are red. Roses", "Once upon a time")
+# One goes on repeating itself.
+PROMPTS = ("1, 2, 3,", "def main():", "Roses are red. " * 6, "Once upon a time")
 
 
 def test_the_texts_are_those_without_drafts():

@@ -15,7 +15,6 @@ from kvrt.serving.scheduling.step_plan import Rules
 from tests.serving.engines import N_BATCH, ask, make, one
 from tests.toys import ToyLm
 
-OPTIMISED = True
 pytestmark = pytest.mark.usefixtures("zeros_of_numpy")
 
 INT8 = {"type_k": "int8", "type_v": "int8", "hadamard": True}
