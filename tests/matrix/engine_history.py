@@ -28,14 +28,14 @@ class EngineHistory:
         self.tokens: dict[str, list[int]] = {}
         self.n_cached: dict[str, int] = {}
         self.texts: list[tuple[float, list[int]]] = []  # of a beam search, the best first
-        commit = made.space.commit
+        append = made.space.append
 
         def noted(step: Any, *stays: Any) -> None:
             for name, part in drafted.tokens_apart(step, *stays):
                 self.chunks.setdefault(name, []).append(part)
-            commit(step, *stays)
+            append(step, *stays)
 
-        made.space.commit = noted
+        made.space.append = noted
 
     def ask(self, name: str, tokens: list[int], n_predict: int, **told: Any) -> None:
         request = Request(id=name, tokens=tuple(tokens), n_predict=n_predict, **told)

@@ -65,7 +65,7 @@ KINDS = {
     "delta": (parts("full+delta"), EXACT),
     "state space": (lambda: FAMILY("bamba"), EXACT),
 }
-QUICK = ("f16", "h2o", "recurrent")
+QUICK = ("f16", "recurrent")
 
 
 # Masks, frames of keys and types that the matrix has by layer, and mixtures of the others.
@@ -221,8 +221,7 @@ def engines(name, mode, **options):
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        ("window", "paged"),
-        *(slow("window", "cell"), slow("recurrent", "paged"), slow("produced", "paged")),
+        *map(slow, ["window", "window", "recurrent", "produced"], ["paged", "cell", *["paged"] * 2]),
         *map(full, ["full", "retention"], ["cell"] * 2),
         *map(full, ["f16", "yoco", "latent"], ["paged"] * 3),
     ],
@@ -246,7 +245,8 @@ def test_rounds_of_many_give_the_same(name, mode):
     assert found[0] == found[1] and 0 < found[0][1]["accepted"] < found[0][1]["drafted"]
 
 
-@pytest.mark.parametrize("mode", ["paged", slow("cell")])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["paged", "cell"])
 def test_layers_that_draft_for_many_give_the_same(mode):
     spec, found = Speculation(drafter=LayerSkip(exit_layer=2), n_draft=N_DRAFT), []
     for engine in engines("window", mode, speculation=spec):
