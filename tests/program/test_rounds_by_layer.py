@@ -221,7 +221,8 @@ def engines(name, mode, **options):
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        *map(slow, ["window", "window", "recurrent", "produced"], ["paged", "cell", *["paged"] * 2]),
+        slow("window", "cell"),
+        *map(slow, ["window", "recurrent", "produced"], ["paged"] * 3),
         *map(full, ["full", "retention"], ["cell"] * 2),
         *map(full, ["f16", "yoco", "latent"], ["paged"] * 3),
     ],
