@@ -154,7 +154,8 @@ class PlainModel(nnx.Module):
         if part == "recurrent":
             return self._recur(layer, flat, attend)
         ends = (WIDTH, WIDTH + N_KV * D, WIDTH + 2 * N_KV * D)
-        q, k, v = (y.reshape(x.shape[0], -1, D) for y in jnp.split(x, ends, axis=1)[:3])
+        heads = jnp.split(x, ends, axis=1)[:3]  # of no token too, where none is wanted
+        q, k, v = (y.reshape(x.shape[0], y.shape[1] // D, D) for y in heads)
         if part in READERS:
             return attend(layer, q[:, ::-1] if part == "reversed" else q, None, None)
         if part == "produce":
