@@ -12,9 +12,10 @@ A fork copies none of JAX's threads: a step in a forked process would wait for t
 
 import functools
 import os
+import signal
 import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -226,3 +227,33 @@ def _plain(x: Any) -> Any:
     if isinstance(x, Mapping):
         return {python_int(k): python_int(v) for k, v in x.items()}
     return python_int(x)
+
+
+class HeldInterrupts:
+    """Ctrl-C waits until this ends: within, a step has taken arrays that others still name.
+
+    It is for the main thread, where Python raises KeyboardInterrupt, and for a step: a second
+    Ctrl-C does not wait.
+    """
+
+    def __enter__(self) -> None:
+        """Waits from here on, if a handler of Python's is there."""
+        self._came, self._handler = False, signal.getsignal(signal.SIGINT)
+        is_main = threading.current_thread() is threading.main_thread()
+        self._holds = is_main and callable(self._handler)
+        if self._holds:
+            signal.signal(signal.SIGINT, self._note)
+
+    def __exit__(self, *error: object) -> None:
+        """Raises what has come."""
+        if self._holds:
+            signal.signal(signal.SIGINT, self._handler)
+            if self._came:
+                signal.raise_signal(signal.SIGINT)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._came:
+            self._came = False
+            signal.signal(signal.SIGINT, self._handler)
+            signal.raise_signal(signal.SIGINT)
+        self._came = True

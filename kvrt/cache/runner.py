@@ -4,8 +4,8 @@
     run      a program: a step, a loop of them on the device, a step with drafts
     commit   the tokens that stay are in the host's cells or blocks, states and history
 
-A step that raises before it is committed leaves no token. Which tokens stay of a run that samples
-is known once it has been read; its caller appends them then.
+A step that raises before it is committed leaves no token, and Ctrl-C waits until it is. Which
+tokens stay of a run that samples is known once it has been read; its caller appends them then.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +17,7 @@ from kvrt.arrays import AnyArray, Bool, Int32
 from kvrt.cache.cell_cache import CellCache
 from kvrt.cellcache.host_cells import SlotPlan, Where
 from kvrt.cells.slots import Places, StepTokens
+from kvrt.exclusive import HeldInterrupts
 from kvrt.program.batch import Batch, to_batch
 from kvrt.program.device import Device
 from kvrt.program.rounds.round import Drafted, RoundSpec, Verified, round_step
@@ -108,8 +109,9 @@ class Runner(Generic[StepT]):
         batch = to_batch(step, self._place(step), out_ids, tokens)
         if self._check:
             self._check(batch)
-        result = program(batch)
-        self._space.append(step)
+        with HeldInterrupts():
+            result = program(batch)
+            self._space.append(step)
         return result
 
     def round(
@@ -124,7 +126,8 @@ class Runner(Generic[StepT]):
         arrays = round_step(step, self._place(step), drafted, size, sampler)
         if self._check:
             self._check(arrays)
-        return self._device.verify(arrays, how)
+        with HeldInterrupts():
+            return self._device.verify(arrays, how)
 
     def _place(self, step: StepT) -> Where:
         places, states = self._space.place(step)

@@ -18,6 +18,7 @@ from kvrt.drafts.back_off import BackOff, after_round
 from kvrt.drafts.drafter import DraftContext, Drafter, Speculation
 from kvrt.drafts.layer_skip import LayerSkip
 from kvrt.errors import BadLogits, BadRange, BadToken, CannotRewind
+from kvrt.exclusive import HeldInterrupts
 from kvrt.program.batch import bucket, some_outputs, to_batch
 from kvrt.program.decode_loop import LoopSpec, Sampled, plan_run
 from kvrt.program.rounds.round import Drafted, RoundSpec, Verified
@@ -110,8 +111,9 @@ class Stepper:
                 if cache.self_extend:
                     cache.extend(seq_id)
                 here = [i - n_done for i in wanted if n_done <= i < n_done + len(part)]
-                logits.append(self._step(self._at_end(part, seq_id), here))
-                n_done += len(part)
+                with HeldInterrupts():
+                    logits.append(self._step(self._at_end(part, seq_id), here))
+                    n_done += len(part)
                 if kept and (kept.is_due(self._host.pos_max(seq_id) + 1) or n_done == n > 1):
                     cache.add_checkpoint(seq_id)
                 if progress:
@@ -169,9 +171,10 @@ class Stepper:
             for start in range(0, len(ids), n_ubatch):
                 part = ids[start : start + n_ubatch]
                 step = one_sequence(part, seq_id, first + start, bucket(len(part), n_ubatch))
-                logits = self._step(step, [len(part) - 1])
-                host.history = history.filled(host.history, seq_id, first + start, len(part))
-                n_done = start + len(part)
+                with HeldInterrupts():
+                    logits = self._step(step, [len(part) - 1])
+                    host.history = history.filled(host.history, seq_id, first + start, len(part))
+                    n_done = start + len(part)
                 if (last := first + n_done - 1) == host.pos_max(seq_id):
                     cache.logits.put(seq_id, last, logits)
         except BaseException as error:

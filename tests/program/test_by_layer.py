@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import os
+import signal
 from pathlib import Path
 
 import jax
@@ -25,7 +27,7 @@ from kvrt.attention.step_attention import StepAttention
 from kvrt.errors import BadConfig
 from kvrt.policies.scored import H2O, SnapKV
 from kvrt.program import programs as compiled
-from kvrt.program.layers.by_layer import StepByLayer
+from kvrt.program.layers.by_layer import Arrays, StepByLayer
 from kvrt.program.layers.runs import layer_runs
 from kvrt.program.layout import cell_layout
 from kvrt.program.programs import layer_params
@@ -276,6 +278,35 @@ def test_equal_layers_have_one_program():
     assert len(runs) == 3 and {x.like for x in runs} == {0}
     for a, b in itertools.pairwise(runs):
         assert a.last == b.first
+
+
+def test_ctrl_c_between_the_programs_of_a_step_waits_for_its_end(monkeypatch):
+    put, calls = Arrays.put, []
+
+    def interrupting(self, part, new):
+        calls.append(part)
+        if len(calls) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        put(self, part, new)
+
+    model = PlainModel("full+recurrent", has_front=True)
+    disturbed, plain = both(model)[1], both(model)[1]
+    for runtime in (disturbed, plain):
+        runtime.append(TEXT[:16])
+        runtime.decode({0: 5})
+    monkeypatch.setattr(Arrays, "put", interrupting)
+    with pytest.raises(KeyboardInterrupt) as found:
+        disturbed.append(TEXT[16:51])
+    assert "16 of 35 tokens were evaluated and stay" in found.value.__notes__[0]
+    calls.clear()
+    with pytest.raises(KeyboardInterrupt):
+        disturbed.decode({0: 7})
+    monkeypatch.undo()
+    plain.append(TEXT[16:32])
+    plain.decode({0: 7})
+    assert disturbed.seq_pos_max(0) == plain.seq_pos_max(0)
+    logits = [np.asarray(x.decode({0: 3})[0]) for x in (plain, disturbed)]
+    np.testing.assert_allclose(*logits, rtol=1e-5, atol=1e-5)
 
 
 def test_no_program_of_some_layers_copies_their_arrays():
