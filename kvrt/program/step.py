@@ -122,7 +122,7 @@ def allocate(spec: StepSpec, make: Callable[[Callable[[], Cache]], Cache]) -> Ca
       BadConfig: memory is lacking for it.
     """
     try:
-        return make(lambda: create(spec))
+        return make(lambda: _created(spec, [x.extent.n_slots for x in spec.layout.stores]))
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and _NO_MEMORY not in str(error):
             raise
@@ -135,12 +135,17 @@ def allocate(spec: StepSpec, make: Callable[[Callable[[], Cache]], Cache]) -> Ca
 
 
 def create(spec: StepSpec) -> Cache:
-    """An empty cache: zeroed keys, values and states, an empty cell for every slot."""
+    """An empty cache: zeroed keys, values and states, empty cells."""
+    return _created(spec, [x.extent.n_cells for x in spec.layout.stores])
+
+
+def _created(spec: StepSpec, n_cells: Sequence[int]) -> Cache:
+    """An empty cache of so many cells by store."""
     layout, n_seq_max = spec.layout, spec.config.n_seq_max
     plan = _label_plan(spec)
     return Cache(
         stores=tuple(kv_store.create(s) for s in layout.stores),
-        cells=tuple(on_device(create_cells(s.extent.n_slots, n_seq_max)) for s in layout.stores),
+        cells=tuple(on_device(create_cells(n, n_seq_max)) for n in n_cells),
         states=recurrent.create(layout.recurrent, layout.n_states) if layout.recurrent else None,
         labels=plan and plan.create(layout.stores),
         nan_scores=jnp.zeros((), jnp.int32) if layout.scored else None,
