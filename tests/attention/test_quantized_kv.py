@@ -139,6 +139,7 @@ def test_how_many_channels_turn_together(d, n_k, n_v):
 
 def stepped(kinds, on, q, k, v, old):
     """Output of a layer's step over rows that a step before wrote, and the rows it keeps."""
+    q, k, v, repeated, *old = jax.device_put([q, k, v, np.repeat(old[0], 2, axis=1), *old])
     size = {"n_ctx": N * B, "block_size": B, "attention": "chunked"}
     config = CacheConfig(**size, type_k=kinds[0], type_v=kinds[1], hadamard=on)
     spec = dataclasses.replace(GROUP, layers=(0,))
@@ -151,7 +152,7 @@ def stepped(kinds, on, q, k, v, old):
         n_blocks=np.int32(0),
     )
     first = step_attention([empty], [[nothing]], [spec], config, {}, None)
-    first(0, np.repeat(old[0], 2, axis=1), *old)
+    first(0, repeated, *old)
     slots = np.arange(N * B, dtype=np.int32)
     store = kv_store.write_kv(empty, slots, [first.k_new[0]], [first.v_new[0]])
     step = step_attention([store], [[view]], [spec], config, {}, None)
@@ -177,7 +178,7 @@ def test_turned_rows_attend_as_rows_that_were_not():
 @pytest.mark.slow
 def test_one_great_channel_costs_less_when_it_is_spread():
     q, k, v, *old = drawn(3)
-    old[1] = old[1].at[:, :, 5].multiply(50.0)
+    old[1][:, :, 5] *= 50.0
     exact, _ = stepped(("f32", "f32"), False, q, k, v, old)
     errors = [
         float(np.abs(stepped(("f32", "q8_0"), on, q, k, v, old)[0] - exact)[:, :, 6:].mean())
