@@ -148,7 +148,7 @@ def test_cells_of_the_matrix_are_those_with_most_new_triples(monkeypatch):
     monkeypatch.setattr(
         matrix.history, "outcome", lambda cell: matrix.history.Outcome("different", "by 1")
     )
-    assert matrix.run_cell(Cell()).endswith("plain: different : by 1")
+    assert matrix.run_cell(Cell()).endswith("by_layer: different : by 1")
     assert len(matrix.run(0, [], False)[0]) == 1
 
 
