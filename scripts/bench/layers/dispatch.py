@@ -37,6 +37,7 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     grid.check(_WHAT, _KINDS)
+    weights: Any
     for weights in _WEIGHTS.value:
         decoder = load("smollm2-135m", dtype=weights).decoder
         for row, rounds in _rows(decoder):
@@ -59,8 +60,8 @@ def _rows(decoder: Decoder) -> Iterator[tuple[str, Rounds]]:
 
 def _config(side: str, **sizes: Any) -> CacheConfig:
     """A cache of the default model, dispatched as a side says."""
-    programs: Any = side
-    return CacheConfig(programs=programs, **({"n_ctx": 8192} | sizes))
+    options: dict[str, Any] = {"n_ctx": 8192, "programs": side} | sizes
+    return CacheConfig(**options)
 
 
 def _decoding(runtime: Runtime, n: int) -> Callable[[], list[float]]:
