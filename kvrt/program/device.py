@@ -20,6 +20,7 @@ from kvrt.cells import Cells, lengthened
 from kvrt.cells.slots import Places, one_sequence, pad
 from kvrt.config import CacheConfig
 from kvrt.errors import BadConfig
+from kvrt.exclusive import HeldInterrupts
 from kvrt.program import decode_loop, sample, step
 from kvrt.program.batch import Batch, bucket, prompt_batches
 from kvrt.program.copies.block_copies import block_copies
@@ -157,10 +158,11 @@ class Device:
                 return next(following)(*program.args)
 
         arrays = Arrays(self.cache, run)
-        try:
-            return walk(arrays, args)
-        finally:
-            self.cache = arrays.cache()
+        with HeldInterrupts():
+            try:
+                return walk(arrays, args)
+            finally:
+                self.cache = arrays.cache()
 
     def _of_rows(self, run: Callable, static: tuple, rows: Any, *args: Any) -> Program:
         """A program that takes parameters outside of layers and a stream, and whatever else."""

@@ -285,8 +285,9 @@ class Stepper:
         where = self._cells.place(dataclasses.replace(step, cached_early=n > 1))
         first = int(step.pos[0])
         run = plan_run((token, first), seq_id, where, loop.stop_ids, n)
-        ran = read_run(*self.device.decode(run, sampler, loop.n_best))
-        self._keep(step, ran.tokens)
+        with HeldInterrupts():
+            ran = read_run(*self.device.decode(run, sampler, loop.n_best))
+            self._keep(step, ran.tokens)
         if self._config.select:
             self._cache.note_reads(seq_id, first)
         return ran
@@ -313,10 +314,11 @@ class Stepper:
         step = self._at_end(ids, seq_id, spec.n_draft + 1)
         step = dataclasses.replace(step, cached_early=spec.exit_layer is not None)
         drafted = Drafted(0, 0, sampler.recent.shape[1], ids[1:], loop.stop_ids)
-        verified = self.runner.round(step, [drafted], (1, spec.n_draft), how, sampler)
-        ran, n_drafted = read_round(verified)
-        # Drafts that stay are the tokens that were sampled.
-        self._keep(step, ran.tokens)
+        with HeldInterrupts():
+            verified = self.runner.round(step, [drafted], (1, spec.n_draft), how, sampler)
+            ran, n_drafted = read_round(verified)
+            # Drafts that stay are the tokens that were sampled.
+            self._keep(step, ran.tokens)
         n_sampled = len(ran.tokens)
         counts.n_rounds += 1
         counts.n_drafted += n_drafted

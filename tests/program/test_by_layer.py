@@ -301,9 +301,16 @@ def test_ctrl_c_between_the_programs_of_a_step_waits_for_its_end(monkeypatch):
     calls.clear()
     with pytest.raises(KeyboardInterrupt):
         disturbed.decode({0: 7})
+    disturbed.decode({0: 9})
+    tokens = disturbed.generate(9)
+    first = next(tokens).id
+    calls.clear()
+    with pytest.raises(KeyboardInterrupt):
+        next(tokens)
     monkeypatch.undo()
     plain.append(TEXT[16:32])
-    plain.decode({0: 7})
+    for token in (7, 9, first):
+        plain.decode({0: token})
     assert disturbed.seq_pos_max(0) == plain.seq_pos_max(0)
     logits = [np.asarray(x.decode({0: 3})[0]) for x in (plain, disturbed)]
     np.testing.assert_allclose(*logits, rtol=1e-5, atol=1e-5)
