@@ -242,7 +242,7 @@ def test_lines_of_a_batch_name_chunks(kvrt, ask, deep, chunks, tmp_path, mode):
     ]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     words = ["-m", deep, "-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", "--temp", 0]
-    words += ["-n", 6, "-c", 256, "--n_ctx_seq", 128, "--n_batch", 32, "--n_seq_max", 2]
+    words += ["-n", 6, "-c", 256, "--n_ctx_seq", 128, "--n_batch", 8, "--n_seq_max", 2]
     words += ["--mode", mode, "--chunk_dir", tmp_path / "kept", "--block_size", 2]
     done = kvrt("batch", *words)
     assert done.code == 1, done.err

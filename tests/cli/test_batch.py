@@ -22,7 +22,7 @@ def batch(kvrt, tiny, tmp_path):
             (tmp_path / "in.jsonl").write_text(text)
         given = given if given == "-" else tmp_path / given
         out = out if out == "-" else tmp_path / out
-        fixed = ["batch", "-m", tiny, "-i", given, "-o", out, "-c", 256, "--n_batch", 16]
+        fixed = ["batch", "-m", tiny, "-i", given, "-o", out, "-c", 256, "--n_batch", 8]
         return kvrt(*fixed, "--n_seq_max", 4, "--block_size", 8, *args, stdin=stdin)
 
     return run
@@ -125,7 +125,8 @@ def test_an_endless_request_says_what_a_run_with_a_context_shift_says(batch, go,
 def test_a_request_reads_further_as_a_run_with_the_same_flags_does(batch, go, written, mode, kind):
     lines = [line | {"ignore_eos": True, "n_predict": 40} for line in asked(2)]
     flags = ["-gan", 2, "-gaw", 8, *kind]
-    done = batch("--mode", mode, *flags, "--stats", lines=lines)
+    # Rounds come between steps, so that a prompt is one step here as well.
+    done = batch("--mode", mode, *flags, "--n_batch", 16, "--stats", lines=lines)
     assert done.code == 0, done.err
     assert ("rounds of SelfExtend" in done.err) == (not kind)
     for line, found in zip(lines, written(), strict=True):
@@ -222,7 +223,7 @@ def test_counters_for_machines(batch, tmp_path, monkeypatch):
 def test_shortage_is_told(batch, written):
     """Three sequences of 60 tokens in 80 cells: not all can go on at once."""
     lines = [{"id": x, "tokens": [i, *range(40, 60)], "n_predict": 40} for i, x in enumerate("abc")]
-    flags = ("--n_seq_max", 3, "--ignore_eos", "--temp", 0)
+    flags = ("--ignore_eos", "--temp", 0)
     assert batch(*flags, lines=lines).code == 0
     roomy = [r["tokens"] for r in written()]
     done = batch(*flags, "-c", 80, out="tight.jsonl")

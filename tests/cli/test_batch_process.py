@@ -13,8 +13,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def words(kvrt, tiny, tmp_path):
-    """A batch of 60 requests that ends by itself after a while; its programs are compiled."""
+def words(tiny, tmp_path):
+    """A batch of 30 requests that ends by itself after a while."""
     lines = [
         {
             "id": f"r{i}",
@@ -23,14 +23,11 @@ def words(kvrt, tiny, tmp_path):
             "seed": i,
             "n": 1 + i % 2,
         }
-        for i in range(60)
+        for i in range(30)
     ]
     path = tmp_path / "in.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     fixed = ["-m", tiny, "-c", 400, "--n_batch", 16, "--n_seq_max", 3, "--ignore_eos", "--temp", 1]
-    one = tmp_path / "one.jsonl"
-    one.write_text(json.dumps(lines[0]) + "\n")
-    assert kvrt("batch", *fixed, "-i", one, "-o", tmp_path / "first.jsonl").code == 0
     return ["batch", *fixed, "-i", path, "-o"]
 
 
@@ -52,26 +49,30 @@ def wait_for(path, n, seconds=60):
 
 
 @pytest.fixture
-def whole(words, cache, tmp_path):
-    """What the batch gives undisturbed: 60 requests, every second of which has two samples."""
+def whole(words, kvrt, tmp_path):
+    """What the batch gives undisturbed: 30 requests, every second of which has two samples.
+
+    The processes that follow find its programs in the cache folder.
+    """
     path = tmp_path / "whole.jsonl"
-    process = start([*words, path], cache, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
+    done = kvrt(*words, path)
+    assert done.code == 0, done.err
     found = results(path)
-    assert len(found) == 90
+    assert len(found) == 45
     return found
 
 
 @posix
-def test_whatever_ends_it_the_same_command_goes_on(words, whole, cache, tmp_path):
+def test_whatever_ends_it_the_same_command_goes_on(words, whole, cache, kvrt, tmp_path, budget):
+    """The codes of all signals are in test_signals.py."""
     path, metrics = tmp_path / "out.jsonl", tmp_path / "out.prom"
     words = [*words[:1], "--metrics", metrics, *words[1:]]
     seen = 0
-    for number in (signal.SIGINT, signal.SIGKILL, signal.SIGTERM, signal.SIGHUP):
+    numbers = (signal.SIGTERM, signal.SIGKILL)
+    for number in budget(numbers, (signal.SIGINT, *numbers, signal.SIGHUP)):
         metrics.unlink(missing_ok=True)
         process = start([*words, path], cache, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        wait_for(path, seen + 8)
+        wait_for(path, seen + 5)
         process.send_signal(number)
         _, err = process.communicate(timeout=60)
         kills = number == signal.SIGKILL
@@ -80,10 +81,9 @@ def test_whatever_ends_it_the_same_command_goes_on(words, whole, cache, tmp_path
             assert b"are left, the same command resumes\n" in err and b"Traceback" not in err
             assert path.read_bytes().endswith(b"\n") and b"kvrt_" in metrics.read_bytes()
         seen = lines_of(path)
-        assert seen < 90
-    process = start([*words, path], cache, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 0 and b"were there already" in err, err
+        assert seen < 45
+    done = kvrt(*words, path)
+    assert done.code == 0 and "were there already" in done.err, done.err
     assert results(path) == whole
 
 
@@ -100,8 +100,8 @@ def test_a_terminal_shows_a_bar(words, cache, tmp_path):
     assert process.stdout.read() == b""
     process.stdout.close()
     assert process.wait(30) == 0
-    bar, _, summary = shown.rpartition("requests   60 done")
-    assert "/60" in bar and "tokens/s" in bar and "cache" in bar and "hits" in bar
+    bar, _, summary = shown.rpartition("requests   30 done")
+    assert "/30" in bar and "tokens/s" in bar and "cache" in bar and "hits" in bar
     assert "prompt tokens were prefix hits" in summary and "Traceback" not in shown
 
 

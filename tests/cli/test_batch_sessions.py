@@ -29,7 +29,7 @@ def batch(kvrt, tiny, tmp_path):
 
     def run(*args, out="out.jsonl"):
         given = ["-m", tiny, "-i", tmp_path / "in.jsonl", "-o", tmp_path / out, "--temp", 0]
-        sizes = ["-c", 256, "--n_batch", 16, "--n_seq_max", 2, "--block_size", 8]
+        sizes = ["-c", 256, "--n_batch", 8, "--n_seq_max", 2, "--block_size", 8]
         done = kvrt("batch", *given, *sizes, *args)
         found = (tmp_path / out).read_text().splitlines() if done.code < 2 else []
         return done, {r["id"]: r for r in map(json.loads, found)}
@@ -68,7 +68,7 @@ def test_prompts_that_end_otherwise_resume_at_a_checkpoint(kvrt, tmp_path, mode)
     for n in (0, 8):
         out = tmp_path / f"{n}.jsonl"
         given = ["-m", model, "-i", tmp_path / "in.jsonl", "-o", out, "--temp", 0, "--mode", mode]
-        sizes = ["-c", 512, "--n_batch", 32, "--n_seq_max", 1, "--block_size", 16]
+        sizes = ["-c", 512, "--n_batch", 8, "--n_seq_max", 1, "--block_size", 16]
         done = kvrt("batch", *given, *sizes, "--n_checkpoints", n, "--stats")
         assert done.code == 0, done.err
         assert ("context checkpoints" in done.err) == (n > 0)

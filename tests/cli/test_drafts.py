@@ -110,8 +110,9 @@ def test_a_smaller_model_drafts_for_a_batch(kvrt, tiny, other, tmp_path):
              enumerate("abc")]  # fmt: skip
     asked.write_text("".join(json.dumps(x | {"temp": 0.7}) + "\n" for x in lines))
     for i, drafter in enumerate((None, other, tiny)):
-        flags = ["--draft", drafter, "--metrics", tmp_path / "counts"] if drafter else []
-        fixed = ["batch", "-m", tiny, "-i", asked, "-o", tmp_path / f"{i}", "-c", 256]
+        drafts = ["--draft", drafter, "--n_draft", 4, "--metrics", tmp_path / "counts"]
+        flags = drafts if drafter else []
+        fixed = ["batch", "-m", tiny, "-i", asked, "-o", tmp_path / f"{i}", "-c", 256, "-b", 8]
         done = kvrt(*fixed, "--n_seq_max", 2, "--ignore_eos", "--dtype", "f32", *flags)
         assert done.code == 0, done.err
         found = map(json.loads, (tmp_path / f"{i}").read_text().splitlines())
@@ -149,7 +150,7 @@ def test_a_batch_with_drafts_gives_the_same_and_resumes_as_without(kvrt, tiny, t
     asked.write_text("".join(json.dumps({"id": x} | line) + "\n" for x in "ab"))
 
     def run(out, *flags):
-        fixed = ["batch", "-m", tiny, "-i", asked, "-o", tmp_path / out, "-c", 256]
+        fixed = ["batch", "-m", tiny, "-i", asked, "-o", tmp_path / out, "-c", 256, "-b", 8]
         done = kvrt(*fixed, "--n_seq_max", 2, "--block_size", 8, "--ignore_eos", *flags)
         assert done.code == 0, done.err
         lines = map(json.loads, (tmp_path / out).read_text().splitlines())

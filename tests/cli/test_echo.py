@@ -42,3 +42,12 @@ def test_control_tokens_are_not_shown(tokenizer):
 def test_standard_output_is_the_text_alone(go):
     done = go()
     assert not done.out.startswith(PROMPT.encode()) and PROMPT not in done.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("more", "n_shown"), [([], 1), (["--quiet"], 0), (["--json"], 0)])
+def test_quiet_and_json_show_no_prompt(go, monkeypatch, more, n_shown):
+    shown = []
+    monkeypatch.setattr(echo, "show", lambda ids, tokenizer: shown.append(tokenizer.decode(ids)))
+    assert go("-n", 8, *more).code == 0
+    assert shown == [PROMPT] * n_shown

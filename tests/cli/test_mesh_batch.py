@@ -81,10 +81,11 @@ def test_two_processes_write_the_lines_of_one_and_go_on(kvrt, words, cache, tmp_
 @pytest.mark.slow
 def test_a_killed_process_ends_the_others_and_costs_no_finished_line(kvrt, words, cache, tmp_path):
     """JAX ends them when the dead one's heartbeat runs out; a later run does what is left."""
-    many, n_lines = tmp_path / "many.jsonl", 40
+    many, n_lines = tmp_path / "many.jsonl", 24
     asked = [{"id": f"r{i}", "tokens": [40 + i % 9, 50], "n_predict": 40} for i in range(n_lines)]
     words[words.index("-i") + 1].write_text("".join(json.dumps(line) + "\n" for line in asked))
-    first, second = started = together([*words, many, "--mesh", MESH], cache)
+    sooner = "from kvrt.cli.process import devices; devices._HEARTBEAT_S = 6; "
+    first, second = started = together([*words, many, "--mesh", MESH], cache, sooner)
     try:
         wait_for(many, 3, seconds=240)
         second.kill()

@@ -1,13 +1,12 @@
 """`kvrt run --mesh`: what is refused, and two processes that write what one writes."""
 
 import json
-import os
 import socket
 import subprocess
 
 import pytest
 from conftest import PROMPT
-from test_process import start
+from test_process import AS_HERE, start
 
 from kvrt.session import read_manifest
 
@@ -61,25 +60,21 @@ def test_two_processes_write_what_one_writes_and_one_goes_on(go, tiny, cache, tm
     assert json.loads(more.out)["tokens"] == one["tokens"][9:]
 
 
-def on_simulated(n_devices, words, cache):
+def on_simulated(n_devices, words, cache, before=""):
     """A process of the command with so many devices, which compiles quickly."""
-    flags = f"--xla_force_host_platform_device_count={n_devices}"
-    env = {
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {flags}",
-    }
+    flags = f"{AS_HERE['XLA_FLAGS']} --xla_force_host_platform_device_count={n_devices}"
+    env = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     pipe = subprocess.PIPE
-    return start(words, cache, env=env, text=True, stdout=pipe, stderr=pipe)
+    return start(words, cache, before, env=env, text=True, stdout=pipe, stderr=pipe)
 
 
-def together(words, cache):
+def together(words, cache, before=""):
     """Two processes with two devices each, which meet."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     meet = ["--coordinator", f"127.0.0.1:{port}", "--n_processes", 2, "--process_id"]
-    return [on_simulated(2, [*words, *meet, i], cache) for i in range(2)]
+    return [on_simulated(2, [*words, *meet, i], cache, before) for i in range(2)]
 
 
 def both(words, cache):

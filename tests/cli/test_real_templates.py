@@ -1,5 +1,6 @@
 """Conversations by turns with 70 real chat templates: always their text of all messages."""
 
+import functools
 import re
 import sys
 from collections import Counter
@@ -31,6 +32,7 @@ def _in_this_process(monkeypatch):
     )
 
 
+@functools.cache
 def tokenizer_of(template):
     """A byte-level vocabulary with the control tokens that a template names."""
     metadata = tiny_vocab.metadata("bpe")

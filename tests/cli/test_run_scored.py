@@ -4,9 +4,16 @@ import signal
 
 import pytest
 
+from kvrt.cli.flags import parse
 from kvrt.cli.process.interrupt import Interrupt, Interrupted
+from kvrt.cli.setup import policy
+from kvrt_models import load
 
-FLAGS = ("--policy", "h2o", "--policy_budget", "24", "--policy_interval", "8")
+# Of 64 cells, 24. What copies slots is compiled for their number, so that most tests have as many.
+SIZE = ("--policy_budget", "37.5%", "--policy_interval", "8")
+FLAGS = ("--policy", "h2o", *SIZE)
+# Of those that keep the last 32 tokens.
+MORE = ("--policy_budget", "40", "--policy_interval", "8")
 LONG = ("-n", 60, "--ignore_eos", "--dtype", "f32", "--temp", 0)
 
 
@@ -52,10 +59,10 @@ def test_what_does_not_fit_is_one_line(go, flags, message):
 @pytest.mark.slow
 def test_some_of_the_budget_is_read_and_a_session_says_how_many(go, tmp_path):
     path = tmp_path / "kept.kv"
-    flags = ("--policy", "sparse_window", "--policy_budget", "64", "--policy_interval", "8")
+    flags = ("--policy", "sparse_window", *SIZE)
     some = ("--n_read", 16, "--refresh_every", 8)
     done = go(*LONG, *flags, *some, "--session", path)
-    said = "SparseWindow keeps 64 tokens a kv head, 71 at most, and reads 16 of them, but all every"
+    said = "SparseWindow keeps 24 tokens a kv head, 31 at most, and reads 16 of them, but all every"
     assert done.code == 0 and said in done.err, done.err
     again = go("-n", 3, "--dtype", "f32", "--session", path, prompt=False)
     assert again.code == 0 and said in again.err, again.err
@@ -68,14 +75,12 @@ def test_some_of_the_budget_is_read_and_a_session_says_how_many(go, tmp_path):
     assert done.code == 2 and "raise n_read, or lower refresh_every" in done.err
 
 
-@pytest.mark.slow
-def test_a_budget_is_tokens_a_part_or_bytes(go):
-    found = []
+def test_a_budget_is_tokens_a_part_or_bytes(tiny):
+    spec, found = load.open_model(tiny, dtype="f32").spec, []
     for budget in ("56", "12.5%", "64KiB", "128KiB"):
-        done = go(*LONG, "-c", 512, "--policy", "h2o", "--policy_budget", budget)
-        assert done.code == 0, done.err
-        line = next(x for x in done.err.splitlines() if x.startswith("policy"))
-        found.append(int(line.split("keeps ")[1].split()[0]))
+        options = parse.parse_flags(["-p", "x", "--policy", "h2o", "--policy_budget", budget])
+        assert options is not None
+        found.append(policy.by_score(options, spec, 512).budget)
     assert found[:2] == [56, 64]
     # 64 further slots of each head are for tokens between two evictions.
     assert 0 <= (found[3] + 64) - 2 * (found[2] + 64) <= 1
@@ -101,8 +106,8 @@ def test_a_prompt_beyond_the_budget_is_warned_of_at_the_start(go, long_prompt):
 
 @pytest.mark.slow
 def test_kvzip_says_what_its_repetition_takes(go, long_prompt, tmp_path):
-    size = ("--policy", "kvzip", "--policy_budget", "40", "--policy_interval", "4")
     path = tmp_path / "kept.kv"
+    size = ("--policy", "kvzip", *MORE)
     flags = (*long_prompt, *size, "-n", 3, "--ignore_eos", "--dtype", "f32", "--session", path)
     done = go(*flags, prompt=False)
     assert done.code == 0, done.err
@@ -111,13 +116,14 @@ def test_kvzip_says_what_its_repetition_takes(go, long_prompt, tmp_path):
     assert " for its 60, each time beside all of them: several times a prefill" in said[0]
     assert said[1].startswith("KVzip keeps 40 tokens a kv head; ")
     again = go("-n", 3, "--dtype", "f32", "--session", path, prompt=False)
-    assert again.code == 0 and "KVzip keeps 40 tokens a kv head, 43 at most" in again.err
+    assert again.code == 0 and "KVzip keeps 40 tokens a kv head, 47 at most" in again.err
     assert "repeated" not in again.err
 
 
 @pytest.mark.slow
 def test_kvzip_repeats_nothing_that_fits(go, long_prompt):
-    flags = (*long_prompt, "--policy", "kvzip", "--policy_budget", "80", "-c", 256, "-n", 3)
+    size = ("--policy_budget", "40", "--policy_interval", "33")
+    flags = (*long_prompt, "--policy", "kvzip", *size, "-c", 128, "-n", 3)
     done = go(*flags, "--ignore_eos", "--dtype", "f32", prompt=False)
     assert done.code == 0, done.err
     assert "KVzip keeps all of it, for it fits the slots; 60 tokens were evaluated" in done.err
@@ -136,14 +142,14 @@ def test_a_prompt_is_compressed_once(go, long_prompt):
 
 @pytest.mark.slow
 def test_heads_that_stream_are_named_and_a_session_says_them(go, long_prompt, tmp_path):
-    size = ("--policy_budget", "40", "--policy_interval", "34", "--n_stream", "38")
+    size = (*MORE, "--n_stream", "40")
     path = tmp_path / "kept.kv"
     flags = (*long_prompt, "-n", 3, "--ignore_eos", "--dtype", "f32", "--session", path)
     done = go(*flags, "--policy", "duo_attention", *size, prompt=False)
     assert done.code == 2 and "add --streaming_heads FILE" in done.err
     done = go(*flags, "--streaming_heads", "[[0]]", prompt=False)
     assert done.code == 2 and "add --policy duo_attention" in done.err
-    said = "DuoAttention keeps 40 tokens a kv head, 73 at most, and 1 heads that stream 38"
+    said = "DuoAttention keeps 40 tokens a kv head, 47 at most, and 1 heads that stream 40"
     heads = ("--policy", "duo_attention", "--streaming_heads", "[[0]]")
     done = go(*flags, *heads, *size, prompt=False)
     assert done.code == 0 and said in done.err, done.err
@@ -162,8 +168,8 @@ def test_ctrl_c_ends_a_compression_and_leaves_no_session(go, long_prompt, tmp_pa
             raise Interrupted
 
     monkeypatch.setattr(Interrupt, "check", check)
-    size = ("--policy", "h2o", "--compress", "--policy_budget", "40", "--policy_interval", "8")
-    flags = (*long_prompt, *size, "--n_ubatch", 16, "--dtype", "f32", "--session", path)
+    size = (*FLAGS, "--compress", "--n_ubatch", 16)
+    flags = (*long_prompt, *size, "--dtype", "f32", "--session", path)
     done = go(*flags, prompt=False)
     assert done.code == 130 and done.out == b"" and len(n_asked) == 3, done.err
     assert not path.exists() and "0 of 60 tokens" in done.err, done.err

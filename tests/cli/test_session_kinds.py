@@ -62,7 +62,7 @@ def test_a_prompt_that_shifted_is_trusted_up_to_the_hole(go, ids, tmp_path):
 @pytest.mark.parametrize("full", [False, True])
 def test_windows_go_on_and_say_where_they_cannot(go, ids, windowed, tmp_path, full):
     path = tmp_path / "a.kv"
-    words = ["-m", windowed, "-c", 512, "--n_ubatch", 16, "-n", 6, "--json"]
+    words = ["-m", windowed, "-c", 512, "--n_ubatch", 8, "-n", 6, "--json"]
     words += ["--swa_full"] if full else []
     go("--tokens", ids(400), "--session", path, *words, "--quiet", prompt=False)
     longer = ["--tokens", ids(400, 7, 8, 9)]
@@ -80,7 +80,7 @@ def test_windows_go_on_and_say_where_they_cannot(go, ids, windowed, tmp_path, fu
 
 def test_windows_resume_at_a_checkpoint_of_the_session(go, kvrt, ids, windowed, tmp_path):
     path = tmp_path / "a.kv"
-    words = ["-m", windowed, "-c", 512, "--n_ubatch", 16, "-n", 6, "--json"]
+    words = ["-m", windowed, "-c", 512, "--n_ubatch", 8, "-n", 6, "--json"]
     kept = ["--n_checkpoints", 32, "--checkpoint_interval", 20]
     go("--tokens", ids(400), "--session", path, *words, *kept, "--quiet", prompt=False)
     assert [c.pos for c in session.read_manifest(path).checkpoints] == list(range(20, 401, 20))
@@ -100,7 +100,7 @@ def test_windows_resume_at_a_checkpoint_of_the_session(go, kvrt, ids, windowed, 
 
 
 def test_settings_that_hold_no_chunks(go, ids, windowed, tmp_path):
-    words = ["-m", windowed, "-c", 512, "--n_ubatch", 16, "--session", tmp_path / "a.kv"]
+    words = ["-m", windowed, "-c", 512, "--n_ubatch", 8, "--session", tmp_path / "a.kv"]
     done = go("--tokens", ids(4), *words, "--reuse_chunks", prompt=False)
     assert done.code == 2 and "--reuse_chunks fills gaps" in done.err
 

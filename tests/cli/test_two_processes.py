@@ -7,15 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from kvrt_models import hub
+from conftest import tiny_gguf
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.model
+@pytest.mark.slow
 def test_two_processes_give_equal_outputs_at_int8(tmp_path):
-    model = hub.resolve("smollm2-135m", progress=False)
+    # Large enough for the processor to decide how products of eight bits are computed.
+    tiny = tiny_gguf.TinyModel(n_layers=1, n_ff=1 << 14)
+    model = tiny_gguf.write_gguf(tmp_path / "tiny.gguf", tiny)
     command = [sys.executable, "-m", "kvrt", "run", "-m", str(model), "--dtype", "int8"]
     command += ["-p", "Once upon a time", "-c", "256", "-n", "16", "--temp", "0", "--ignore_eos"]
     command += ["--json", "--logprobs", "5"]

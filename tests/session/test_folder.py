@@ -116,19 +116,23 @@ from kvrt.session.orbax import folder
 from kvrt.session.snapshot import KVBlock
 
 taken = snapshot(n_cells=(300,), layers=8)
-mesh = Mesh(np.array(jax.devices()), ("layers",))
-over = NamedSharding(mesh, PartitionSpec("layers"))
 path, what = Path(sys.argv[1]), sys.argv[2]
+
+def over(n):
+    mesh = Mesh(np.array(jax.devices()[:n]), ("layers",))
+    return NamedSharding(mesh, PartitionSpec("layers"))
+
 if what == "save":
     part = taken.groups[0]
-    put = lambda x: jax.device_put(x, over)
+    put = lambda x: jax.device_put(x, over(8))
     blocks = [KVBlock(k=put(b.k), v=put(b.v)) for b in part.blocks]
     part = dataclasses.replace(part, blocks=blocks)
     folder.save(path, dataclasses.replace(taken, groups=(part,)))
 else:
-    found = folder.read(path, sharding=lambda x: over)
-    assert_equal(found, taken)
-    assert all(len(b.k.sharding.device_set) == len(jax.devices()) for b in found.groups[0].blocks)
+    for n in (4, 2, 1):
+        found = folder.read(path, sharding=lambda x: over(n))
+        assert_equal(found, taken)
+        assert all(len(b.k.sharding.device_set) == n for b in found.groups[0].blocks)
 print(len(jax.devices()))
 """
 
@@ -136,7 +140,7 @@ print(len(jax.devices()))
 @pytest.mark.slow
 def test_from_eight_devices_onto_one_two_and_four(tmp_path, monkeypatch):
     path = tmp_path / "x.kvd"
-    for n, what in ((8, "save"), (1, "read"), (2, "read"), (4, "read")):
+    for n, what in ((8, "save"), (4, "read")):
         monkeypatch.setenv("XLA_FLAGS", f"--xla_force_host_platform_device_count={n}")
         command = [sys.executable, "-c", DEVICES, path, what, *sys.path]
         done = subprocess.run(command, capture_output=True, text=True, check=False)

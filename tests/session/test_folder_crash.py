@@ -191,6 +191,7 @@ KILLS = """
 import os, random, signal, sys, time
 sys.path[:0] = sys.argv[2:]
 from pathlib import Path
+import orbax.checkpoint
 from snapshots import assert_equal, snapshot
 from kvrt import errors, session
 folder, rng = Path(sys.argv[1]), random.Random(0)
@@ -200,7 +201,6 @@ for i in range(12):
     ready, go = os.pipe()
     child = os.fork()
     if not child:
-        import orbax.checkpoint
         os.write(go, b"1")
         session.save(path, taken, "folder")
         os._exit(0)

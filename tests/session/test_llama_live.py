@@ -38,7 +38,7 @@ def tiny(request, tmp_path_factory):
 
 
 def runtime_of(model):
-    config = CacheConfig(n_ctx=256, n_ubatch=32, type_k="f16", type_v="f16")
+    config = CacheConfig(n_ctx=256, n_ubatch=8, type_k="f16", type_v="f16")
     return Runtime(model.decoder, config)
 
 
@@ -98,7 +98,7 @@ def quantised(request, tmp_path_factory):
 
 
 def runtime_of_q8_0(model, turned):
-    config = CacheConfig(n_ctx=256, n_ubatch=32, type_k="q8_0", type_v="q8_0", hadamard=turned)
+    config = CacheConfig(n_ctx=256, n_ubatch=8, type_k="q8_0", type_v="q8_0", hadamard=turned)
     return Runtime(model.decoder, config)
 
 

@@ -36,7 +36,7 @@ PROMPT = np.random.default_rng(1).integers(0, 128, N_PROMPT).tolist()
 
 
 def runtime_of(model, rope="write"):
-    config = CacheConfig(n_ctx=256, n_ubatch=32, type_k="f16", type_v="f16", rope=rope)
+    config = CacheConfig(n_ctx=256, n_ubatch=8, type_k="f16", type_v="f16", rope=rope)
     return Runtime(model.decoder, config)
 
 

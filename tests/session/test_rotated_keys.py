@@ -11,10 +11,11 @@ from kvrt.errors import SessionMismatch
 from kvrt.session.change import edit
 from kvrt.session.interop import llama_read, mlx_read, mlx_write
 from kvrt.session.interop.rotated_keys import with_rotated_keys
+from tests.numpy_device.device import compiled
 from tests.session.llama_bytes import written
 from tests.toys import HybridLm, ToyLm
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("numpy_device")]
 
 IDS = np.random.default_rng(3).integers(0, 32, 300).tolist()
 # A rotated number is rounded to the type once more than in a cache that rotates before it writes.
@@ -92,6 +93,7 @@ def test_a_prompt_cache_of_mlx_is_too(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
+@compiled()
 def test_types_that_a_runtime_keeps_as_bits_are_written_and_read(tmp_path, dtype):
     model, path = toy(layout="norm"), tmp_path / "x.bin"
     held = snapshot(model, "write", dtype, n=20)

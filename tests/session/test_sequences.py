@@ -30,7 +30,7 @@ def several(sample):
     runtime.append(tokens(11))
     runtime.seq_cp(0, 1)
     runtime.append(tokens(5, seed=1), 1)
-    runtime.append(tokens(9, seed=2), 2)
+    runtime.append(tokens(7, seed=2), 2)
     return runtime.snapshot({1: DRAW})
 
 
