@@ -190,10 +190,11 @@ def _shared_programs(request, _quick_compiles):
     yield
     _forget_cached(request.module)
     if _rss_bytes() > _MOST_BYTES:
+        _give_memory_back()
+    if _rss_bytes() > _MOST_BYTES:
         for made in _MADE.values():
             made.clear()
         jax.clear_caches()
-        gc.collect()
         _give_memory_back()
 
 
@@ -209,7 +210,11 @@ def _forget_cached(module):
 
 
 def _give_memory_back():
-    """The allocator of Linux keeps memory that is free until it is told to return it."""
+    """What nothing refers to; Linux's allocator keeps it until it is told to return it.
+
+    Without, 2.9 GB of real models and their programs stay of 0.8 that are in use.
+    """
+    gc.collect()
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError):  # of another libc
             ctypes.CDLL(None).malloc_trim(0)
