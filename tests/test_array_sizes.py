@@ -72,17 +72,22 @@ def said(programs):
 def test_two_sizes_of_one_step_share_programs(masks):
     """137 and 143 cells are 35 and 36 blocks of 4, 36 in both arrays; 145 are more."""
     model = ToyLm(n_layers=len(masks or "1"), masks=masks)
-    one, other, larger = (
-        texts(Runtime(model, CacheConfig(n_ctx=n_ctx, block_size=4, n_ubatch=8)))
-        for n_ctx in (137, 143, 145)
-    )
+
+    def runtime(n_ctx):
+        return Runtime(model, CacheConfig(n_ctx=n_ctx, block_size=4, n_ubatch=8))
+
+    one, other = texts(runtime(137)), texts(runtime(143))
     kinds = {key[0] for key in one}
     assert kinds >= {"forward", "decode_steps", "sampled_once", "shift"} and kinds & {
         "move_kv",
         "move_blocks",
     }
     assert one == other
-    assert larger["shift",] != one["shift",]
+    larger = runtime(145)
+    larger.append([1, 2])
+    larger.seq_add(0, 0, None, 1)
+    larger.flush()
+    assert said(larger.programs)["shift",] != one["shift",]
 
 
 @pytest.mark.slow

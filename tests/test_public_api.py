@@ -57,12 +57,16 @@ def is_inside(thing):
     return f"{thing.__module__}.{thing.__qualname__}" in INSIDE
 
 
-@pytest.mark.parametrize("name", [n for n, x in PUBLIC.items() if members(x) and not is_inside(x)])
-def test_what_is_named_in_public_is_exported(name):
-    wanted = {x for member in members(PUBLIC[name]) for hint in hints(member) for x in named(hint)}
-    lacking = {f"{x.__module__}.{x.__qualname__}" for x in wanted - CLASSES}
-    lacking -= INSIDE
-    assert not lacking, f"{name} names {sorted(lacking)}; export them, or name something else"
+def test_what_is_named_in_public_is_exported():
+    """Export what is listed here, or name something else."""
+    lacking = {name: not_exported(x) for name, x in PUBLIC.items() if not is_inside(x)}
+    assert len(lacking) > 200 and {name: x for name, x in lacking.items() if x} == {}
+
+
+def not_exported(thing):
+    """Classes in the annotations of a thing that no room exports."""
+    wanted = {x for member in members(thing) for hint in hints(member) for x in named(hint)}
+    return {f"{x.__module__}.{x.__qualname__}" for x in wanted - CLASSES} - INSIDE
 
 
 def test_every_exported_name_is_there_once():

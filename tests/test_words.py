@@ -99,9 +99,9 @@ def test_topics_have_the_field_s_words(topic):
     assert found(TOPICS[topic]) == []
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda p: str(p.relative_to(ROOT)))
-def test_docs_have_the_field_s_words(path):
-    assert found(path.read_text()) == []
+def test_docs_have_the_field_s_words():
+    hits = {path: found(path.read_text()) for path in DOCS}
+    assert len(hits) > 20 and {path: phrases for path, phrases in hits.items() if phrases} == {}
 
 
 def public(module) -> dict[str, object]:
@@ -122,10 +122,13 @@ def test_public_docstrings_have_the_field_s_words(room):
     assert {name: found(text) for name, text in docs.items() if found(text)} == {}
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "scripts").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT))
-)
-def test_scripts_describe_themselves_in_the_field_s_words(path):
+def test_scripts_describe_themselves_in_the_field_s_words():
+    hits = {path: phrases_of(path) for path in sorted((ROOT / "scripts").rglob("*.py"))}
+    assert len(hits) > 50 and {path: phrases for path, phrases in hits.items() if phrases} == {}
+
+
+def phrases_of(path):
+    """Banned phrases of a script's docstrings and flags."""
     tree = ast.parse(path.read_text())
     kinds = ast.Module | ast.FunctionDef | ast.ClassDef
     docs = [ast.get_docstring(n) or "" for n in ast.walk(tree) if isinstance(n, kinds)]
@@ -133,4 +136,4 @@ def test_scripts_describe_themselves_in_the_field_s_words(path):
     for call in calls:
         if ast.unparse(call.func).startswith("flags.DEFINE"):
             docs.append(" ".join(ast.unparse(a) for a in call.args))
-    assert [hit for text in docs for hit in found(text)] == []
+    return [hit for text in docs for hit in found(text)]

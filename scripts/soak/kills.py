@@ -35,7 +35,7 @@ _N = flags.DEFINE_integer("n_signals", 200, "Signals.", lower_bound=1)
 _SEED = flags.DEFINE_integer("moments", 0, "Seed of the moments.")
 _ONLY = flags.DEFINE_list("commands", list(courses.COURSES), "Commands, in turn.")
 
-_SIGNALS = "SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"
+SIGNALS = "SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"
 
 
 def main(argv: Sequence[str]) -> None:
@@ -62,7 +62,7 @@ def kill_all(folder: Path, n: int, seed: int, names: Sequence[str]) -> dict:
     under_way = {name: courses.COURSES[name](bench, name) for name in names}
     counts: Counter[str] = Counter()
     losses: list[str] = []
-    pairs = itertools.cycle((name, getattr(signal, x)) for x in _SIGNALS for name in names)
+    pairs = itertools.cycle((name, getattr(signal, x)) for x in SIGNALS for name in names)
     most_s = 0.0
     for i, (name, number) in enumerate(itertools.islice(pairs, n)):
         course = under_way[name]

@@ -192,7 +192,7 @@ BOUND = 0.01
 def test_a_step_of_any_size_gives_a_real_model_the_same_logits(name, budget):
     """All tokens at once; the last 8 of them together, and each by itself; all of them by 8."""
     model = load(name, dtype="int8")
-    n = budget(256, 512)
+    n = budget(128, 512)
     tokens = divergence.pieces(model.tokenizer, "hamlet")[:n]
     at = Runtime(model.decoder, CacheConfig(n_ctx=n))
     whole = np.asarray(at.append(tokens, out_ids=range(n - 8, n)))

@@ -33,7 +33,7 @@ def golden():
 
 
 def runtime(**change):
-    sizes = {"n_ctx": 64, "block_size": 8, "n_ubatch": 16, "n_seq_max": 2}
+    sizes = {"n_ctx": 64, "block_size": 8, "n_ubatch": 8, "n_seq_max": 2}  # steps of one size
     return Runtime(decoder(), CacheConfig(**{**sizes, **change}))
 
 
@@ -149,7 +149,7 @@ def test_a_checkpoint_and_a_session_go_on_as_the_first_time(tmp_path):
 @pytest.mark.parametrize("mode", ["paged", "cell"])
 def test_an_engine_and_its_hits_are_those_of_transformers(mode):
     tokens, expected = golden()
-    sizes = {"n_ctx": 256, "block_size": 8, "n_ubatch": 16, "n_seq_max": 2, "n_checkpoints": 4}
+    sizes = {"n_ctx": 256, "block_size": 8, "n_ubatch": 8, "n_seq_max": 2, "n_checkpoints": 4}
     engine = Engine(decoder(), CacheConfig(**sizes), EngineConfig(mode=mode))
     for name, n in (("a", 40), ("b", 48)):
         engine.add_request(Request(id=name, tokens=tuple(tokens[:n]), n_predict=1))

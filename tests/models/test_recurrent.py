@@ -17,6 +17,7 @@ from kvrt_models.load import load
 FAMILIES = ("jamba", "bamba", "qwen3-next", "kimi-linear")
 TOLERANCE = 1e-4
 N_PROMPT = 21
+N_BACK = 4  # tokens that can be taken back
 
 
 def golden(name):
@@ -25,7 +26,8 @@ def golden(name):
 
 
 def runtime(decoder, **change):
-    config = {"n_ctx": 192, "block_size": 16, "n_ubatch": 64, "n_seq_max": 3, **change}
+    # Parts of 32 tokens and fewer: one program of steps of those, one of few tokens.
+    config = {"n_ctx": 192, "block_size": 16, "n_ubatch": 32, "n_seq_max": 3, **change}
     return Runtime(decoder, CacheConfig(**config))
 
 
@@ -39,7 +41,7 @@ def is_golden(found, expected):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_both_sides_of_a_fork_are_those_of_transformers(name):
     tokens, expected = golden(name)
-    at = runtime(load(GOLDEN / name).decoder)
+    at = runtime(load(GOLDEN / name).decoder, n_rs_seq=N_BACK)
     at.append(tokens[:N_PROMPT])
     at.seq_cp(0, 1)
     # One side goes another way first, then both are decoded in the same steps.
@@ -53,7 +55,7 @@ def test_both_sides_of_a_fork_are_those_of_transformers(name):
     assert is_golden(mine, expected[N_PROMPT:])
     late = at.append(tokens[N_PROMPT:], 2, out_ids=range(len(tokens) - N_PROMPT))
     assert is_golden(late, expected[N_PROMPT:])
-    again = runtime(load(GOLDEN / name).decoder)
+    again = runtime(load(GOLDEN / name).decoder, n_rs_seq=N_BACK)
     whole = tokens[:N_PROMPT] + tokens[::-1] + tokens[N_PROMPT - 1 :][: len(other)]
     first = N_PROMPT + len(tokens)
     assert is_golden(other, again.append(whole, out_ids=range(first, len(whole))))
@@ -63,11 +65,11 @@ def test_both_sides_of_a_fork_are_those_of_transformers(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_after_a_rewind_or_a_removal_nothing_is_left_of_what_went(name):
     tokens, expected = golden(name)
-    at = runtime(load(GOLDEN / name).decoder, n_rs_seq=4)
+    at = runtime(load(GOLDEN / name).decoder, n_rs_seq=N_BACK)
     at.append(tokens[::-1])
     at.seq_rm(0)
     at.append(tokens[:N_PROMPT])
-    at.append(tokens[:4])
+    at.append(tokens[:N_BACK])
     assert at.resume_positions().earliest == N_PROMPT
     assert at.can_remove(0, N_PROMPT) and not at.can_remove(0, N_PROMPT - 1)
     at.seq_rm(0, N_PROMPT)

@@ -1,12 +1,10 @@
 """Programs of a small decoder by the type of its weights, compiled without weights.
 
-Its matrices are far larger than all else that a decode step holds. As a program of its own it says
-how a process with other XLA_FLAGS compiles the step: `python weight_programs.py bf16`.
+Its matrices are far larger than all else that a decode step holds.
 """
 
 import dataclasses
 import json
-import sys
 import tempfile
 from pathlib import Path
 
@@ -91,8 +89,3 @@ def _compiled(device, wanted) -> jax.stages.Compiled:
     device.programs.compile_all(wanted, lambda _: None)
     (program,) = device.programs.compiled().values()
     return program
-
-
-if __name__ == "__main__":
-    jax.config.update("jax_platforms", "cpu")
-    print(json.dumps(decode_program(small(sys.argv[1])).as_text()))

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts.gpu_day import day, plan
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
@@ -59,11 +61,13 @@ def test_a_killed_day_is_resumed(tmp_path, budget):
     assert "tiles.json" in os.listdir(tmp_path)
 
 
-def test_a_cpu_is_refused(tmp_path):
-    env = os.environ | {"JAX_PLATFORMS": "cpu"}
-    command = [x for x in COMMAND if x != "--smoke"]
-    done = subprocess.run(
-        [*command, str(tmp_path)], cwd=ROOT, env=env, capture_output=True, text=True
+def test_a_cpu_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # of the process that looks at the machine
+    options = day.Options(
+        out=tmp_path, smoke=False, only=plan.PARTS, minutes=1.0, retry=False, keep_tiles=False
     )
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("JAX finds no GPU and no TPU") and done.stderr.count("\n") == 1
+    with pytest.raises(SystemExit) as ended:
+        day.run(options)
+    out, err = capsys.readouterr()
+    assert ended.value.code == 2 and out == ""
+    assert err.startswith("JAX finds no GPU and no TPU") and err.count("\n") == 1
