@@ -15,6 +15,7 @@ from kvrt.attention.choice import self_test
 from kvrt.attention.choice.cases import Query, case_of, cases_of
 from kvrt.config import SelfExtend
 from kvrt.program.layout import cell_layout
+from tests import interpreted
 from tests.interpreted import GPU
 from tests.marks import full
 from tests.toys import ToyLm
@@ -205,7 +206,7 @@ def test_the_kernels_pass(named, kernel, config):
     model, config = ToyLm(n_layers=1), CONFIGS[config]
     layout = cell_layout(model.groups, None, config)
     (case,) = cases_of(model, config, layout.stored)
-    found = self_test.run_test(case, named(registry.load_kernel(kernel, interpret=True)))
+    found = self_test.run_test(case, named(interpreted.load(kernel)))
     assert found.passed, found
 
 

@@ -1,5 +1,7 @@
 """Heads that stream beside heads that keep the text: each kind is the plain list of its heads."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,14 +30,16 @@ SIZES = {"budget": 60, "n_stream": 12, "interval": 8, "n_sink": 2, "n_recent": 5
 DUO = DuoAttention(streaming=((1,),), **SIZES)
 
 
+LAYERS = functools.cache(lambda: by_kind([GROUP], None, CONFIG, DUO, {}))
+PROGRAM = functools.cache(lambda spec: jax.jit(divided_recurrence(spec, None)[1].run))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [[1] * N_TOKENS, [33, 1, 40, 26]], ids=["one", "many"])
 def test_each_head_keeps_and_gives_what_its_list_does(parts):
-    layers = by_kind([GROUP], None, CONFIG, DUO, {})
-    (spec,) = layers.scored[0].slots
-    state = tuple(jnp.zeros(x.shape, x.dtype) for x in layers.recurrent.arrays[0])
-    rows, (_, chunk) = tokens(1), divided_recurrence(spec, None)
-    many, outs, start = jax.jit(chunk.run), [], 0
+    (spec,) = LAYERS().scored[0].slots
+    state = tuple(jnp.zeros(x.shape, x.dtype) for x in LAYERS().recurrent.arrays[0])
+    rows, many, outs, start = tokens(1), PROGRAM(spec), [], 0
     for n in parts:
         at = padded_part(start, n, max(parts))
         q, k, v = (jnp.asarray(x[at], jnp.float32) for x in rows[:3])
