@@ -1,4 +1,7 @@
-"""JAX's persistent cache of compiled programs: where it lies, and what was taken from it."""
+"""JAX's persistent cache of compiled programs: where it lies, and what was taken from it.
+
+`serialized/` keeps programs beside it that a start finds without tracing.
+"""
 
 import threading
 from collections.abc import Callable
@@ -9,6 +12,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from kvrt.errors import UsageError
 from kvrt.files.cache_folder import private_folder
+from kvrt.program.serialized.program_file import keep_beside
 
 _HIT = "/jax/compilation_cache/cache_hits"
 
@@ -45,6 +49,7 @@ def keep_programs() -> Path:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     # What was compiled before this call made JAX forget to look.
     compilation_cache.reset_cache()
+    keep_beside(folder)
     return folder
 
 

@@ -28,6 +28,8 @@ from kvrt.errors import BadConfig
 from kvrt.program.disk_hits import CompileProgress, DiskHits
 from kvrt.program.labels.arrays import check_weights
 from kvrt.program.mesh import Placement
+from kvrt.program.serialized.digests import program_digest, values_digest
+from kvrt.program.serialized.program_file import ProgramFile, folder_of_programs
 from kvrt.program.step import NanScores, StepSpec
 from kvrt.program.weights import param_path, param_shardings
 from kvrt.select_spec import DoubleSparsity
@@ -48,11 +50,25 @@ class ModelKind:
     defaults where a field changes no program; `layers` are of a model that tells its layers apart.
     """
 
-    def __init__(self, graph: Any, tree: Any, spec: StepSpec, layers: "LayerParams | None"):
-        """Takes the graph of a model, and the tree of its parameters."""
-        self._graph, self._tree, self.spec, self.layers = graph, tree, spec, layers
+    def __init__(self, graph: Any, params: Any, spec: StepSpec, layers: "LayerParams | None"):
+        """Takes the graph of a model, and its parameters or their shapes."""
+        leaves, self._tree = jax.tree.flatten(params)
+        self._graph, self.spec, self.layers = graph, spec, layers
+        made = registry.IMPLEMENTATIONS[spec.config.attention]
+        # They tell kinds apart, `_tree` beside them.
+        self._values = graph, tuple((x.shape, x.dtype) for x in leaves), spec, made, layers
         # Of a model that tells of other layers than its groups have, whole steps alone run.
         self.has_runs = layers is not None and len(layers.kinds) == spec.layout.n_layers
+
+    @property
+    def key(self) -> Hashable:
+        """What tells kinds apart, but for where their arrays lie."""
+        return self._tree, *self._values
+
+    @functools.cached_property
+    def digest(self) -> str | None:
+        """See `values_digest`."""
+        return values_digest((str(self._tree), *self._values))
 
     def model(self, params: tuple) -> Any:
         """The model of some parameters, for functions that are traced."""
@@ -179,16 +195,13 @@ def model_kind(
         checkpoint_interval=None,
         checkpoint_bytes=None,
     )
-    leaves, tree = jax.tree.flatten(params)
-    spec = dataclasses.replace(spec, config=config)
-    made = registry.IMPLEMENTATIONS[config.attention]
-    key = graph, tree, tuple((x.shape, x.dtype) for x in leaves), spec, where, made, layers
+    kind = ModelKind(graph, params, dataclasses.replace(spec, config=config), layers)
     try:
         with _lock:
-            return _kinds.setdefault(key, ModelKind(graph, tree, spec, layers))
+            return _kinds.setdefault((where, kind.key), kind)
     except TypeError:
         # A model with fields that cannot be compared shares its programs with no other.
-        return ModelKind(graph, tree, spec, layers)
+        return kind
 
 
 def forget_programs() -> None:
@@ -437,16 +450,34 @@ class Programs:
             if found is not None:
                 _made.move_to_end(whole)
                 return found, False
-        traced = self._traced(program)
+        file = self._file(key)
+        traced = None if file and file.is_there else self._traced(program)
         with _lock:
             # Another thread may have traced it meanwhile.
-            made = _Made(Future(), traced.out_info)
+            made = _Made(Future(), traced.out_info if traced else file and file.outputs)
             found = _made.setdefault(whole, made)
             while len(_made) > _MOST:
                 _made.popitem(last=False)
         if found is made:
-            worker.submit(_compile, traced.lower(), made.compiled, whole)
+            lowered = traced and traced.lower()
+            worker.submit(
+                _compile, lambda: lowered or self._traced(program).lower(), file, made, whole
+            )
         return found, found is made
+
+    def _file(self, key: ProgramKey) -> ProgramFile | None:
+        """The file of a program, where programs are kept and it has a digest."""
+        folder = folder_of_programs()
+        kinds = [x for x in key.static if isinstance(x, ModelKind)]
+        if folder is None or self._place or any(x.digest is None for x in kinds):
+            return None
+        (device,) = self._where
+        if device.platform != "cpu":
+            return None  # no test has run programs of files there
+        static = tuple(x.digest if isinstance(x, ModelKind) else x for x in key.static)
+        args = jax.tree.unflatten(key.tree, key.shapes)
+        name = program_digest((key.run, static, key.donate, args), device)
+        return ProgramFile(folder / name, device) if name else None
 
     def _traced(self, program: Program) -> jax.stages.Traced:
         run, place = functools.partial(program.run, *program.static), self._place
@@ -455,16 +486,28 @@ class Programs:
         return jax.jit(run, donate_argnums=program.donate).trace(*program.args)
 
 
-def _compile(lowered: jax.stages.Lowered, future: Future, whole: Hashable) -> None:
-    """Compiles a program, and notes whether it came from the disk."""
+def _compile(
+    lower: Callable[[], jax.stages.Lowered],
+    file: ProgramFile | None,
+    made: _Made,
+    whole: Hashable,
+) -> None:
+    """Loads or compiles a program, and notes whether it came from the disk."""
     try:
-        with DiskHits() as hits:
-            future.set_result((lowered.compile(), hits.n))
+        compiled, n = file and file.load(), 1
+        if compiled is None:
+            with DiskHits() as hits:
+                compiled, n = lower().compile(), hits.n
+        made.compiled.set_result((compiled, n))
     except BaseException as error:
         # Who waits for the program gets the error, and who wants it later tries again.
         with _lock:
             _made.pop(whole, None)
-        future.set_exception(error)
+        made.compiled.set_exception(error)
+        return
+    # XLA cannot serialize what it has loaded: the copy lacks functions, and fails when it is run.
+    if file and not n:
+        file.save(compiled, made.outputs)
 
 
 def _device(params: tuple) -> Hashable:

@@ -27,6 +27,8 @@ def run() -> None:
 
 
 def _run(command: Callable[[], None]) -> None:
+    from kvrt.cli.process import accelerators, output
+
     ends: dict[str, float] = {}
     within: defaultdict[str, float] = defaultdict(float)
 
@@ -37,6 +39,9 @@ def _run(command: Callable[[], None]) -> None:
         if event in _WITHIN and "first token" not in ends:
             within[f"within: {_WITHIN[event]}"] += duration_secs
 
+    # As the command does before it imports JAX, whose settings follow.
+    output.own_process()
+    accelerators.leave_out_libtpu()
     end("flags")
     import flax.nnx  # noqa: F401
     import jax

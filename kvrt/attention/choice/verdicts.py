@@ -7,7 +7,6 @@ and `why`. Beside it lies a mark while its test runs, and after a test that ende
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 from kvrt.attention.choice.cases import Case
 from kvrt.attention.choice.self_test import Verdict, run_test
 from kvrt.files import locks
+from kvrt.files.class_source import python_digest
 from kvrt.files.kept import keep, kept_path, read_kept
 
 # What kernels, and XLA's attention beside them, are made of.
@@ -83,6 +83,11 @@ def folder_of_verdicts() -> Path | None:
 def environment() -> dict[str, str]:
     """What a verdict depends on beside kernel and case: device, driver, versions, our sources."""
     (device,) = jnp.zeros(()).devices()  # where a test runs
+    return {**machine(device), "sources": _sources()}
+
+
+def machine(device: jax.Device) -> dict[str, str]:
+    """What a device computes with: its kind, driver, versions of JAX, flags of its compiler."""
     return {
         "device": device.device_kind,
         "platform": f"{device.platform} {device.client.platform_version}",
@@ -90,7 +95,6 @@ def environment() -> dict[str, str]:
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
         "flags": " ".join(f"{x}={os.environ[x]}" for x in _FLAGS if x in os.environ),
-        "sources": _sources(),
     }
 
 
@@ -105,11 +109,8 @@ def _driver() -> str:
 @functools.cache
 def _sources() -> str:
     """A digest of the files that attention is made of."""
-    root, hashed = Path(__file__).parents[2], hashlib.sha256()
-    for path in sorted(p for room in _SOURCES for p in (root / room).rglob("*.py")):
-        hashed.update(f"{path.relative_to(root).as_posix()}\0".encode())
-        hashed.update(path.read_bytes())
-    return hashed.hexdigest()
+    root = Path(__file__).parents[2]
+    return python_digest([root / room for room in _SOURCES])
 
 
 def _plain(case: Case) -> dict[str, Any]:

@@ -26,8 +26,11 @@ def act_and_mul(of: DecoderSpec) -> ActAndMul:
     """
     if isinstance(of.activation, Clamped):
         return functools.partial(_clamped, of.activation)
-    activation = _ACTIVATIONS[of.activation]
-    return lambda gate, up: activation(gate) * up
+    return functools.partial(_times_up, of.activation)
+
+
+def _times_up(activation: str, gate: Array, up: Array) -> Array:
+    return _ACTIVATIONS[activation](gate) * up
 
 
 def _clamped(of: Clamped, gate: Array, up: Array) -> Array:

@@ -1,0 +1,1 @@
+"""Compiled programs in files that a start finds before it traces anything."""
