@@ -13,6 +13,7 @@ from tests.toys import RowModel, tables
 pytestmark = pytest.mark.slow
 
 D, N_SINK = 32, 4
+N_TOKENS = 120  # enough for several evictions by either policy
 GROUP = GroupSpec(layers=(0,), n_kv_heads=2, head_dim=D, rope=RopeSpec(n_rot=D))
 MODEL = RowModel(n_vocab=256, n_heads=2, head_dim=D, group=GROUP)
 # Of keys that were quantized again by evictions, in errors of keys that were quantized once.
@@ -85,19 +86,19 @@ def test_every_policy_and_way_in_batches():
         ):
             at = runtime("int4", 32, policy=policy)
             before = None
-            for token in tokens(200):
+            for token in tokens(N_TOKENS):
                 feed(at, token)
                 before = error(at) if before is None and kc.n_used(at.cells) == 30 else before
             assert error(at) < BOUND * before
-            assert at.stats().n_kshift < 200 / 6
+            assert at.stats().n_kshift < N_TOKENS / 6
             ends.append((at.token_history()[1].tolist(), at.stats().drops))
         assert ends[0] == ends[1]
         at = runtime("int4", 32, policy=policy)
         at.append([1])
-        written = [t.id for t in at.generate(200, stride=5)]
+        written = [t.id for t in at.generate(N_TOKENS, stride=5)]
         single = runtime("int4", 32, policy=policy)
         single.append([1])
-        assert [t.id for t in single.generate(200)] == written
+        assert [t.id for t in single.generate(N_TOKENS)] == written
 
 
 def test_the_bound_holds_after_a_thousand_tokens(monkeypatch):
