@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from kvrt import GroupSpec, Indexed, MaskSpec, RecurrentSpec, RopeSpec
+from kvrt.arrays import namespace
 from tests import deltatoy
 
 N_VOCAB, N_HEADS, N_KV, D = 128, 4, 2, 32
@@ -108,6 +109,7 @@ class PlainModel(nnx.Module):
                 groups.append(group_of(name, len(parts)))
             parts += LAYERS.get(name, (name if name in STATES else "attend",))
         self.parts, self.n_layers = tuple(parts), len(parts)
+        self.takes_numpy = set(self.parts) <= {"attend", "recurrent"}
         if layers == "indexed":
             last, index = self.n_layers - 1, self.n_layers
             by = Indexed(n_cells=N_INDEXED, keys_of=((last, index),))
@@ -129,13 +131,14 @@ class PlainModel(nnx.Module):
         return self.head(x)
 
     def embed(self, tokens):
+        xp = namespace(tokens)
         looked_up = [x[...][tokens].reshape(tokens.shape[0], -1) for x in (self.q, self.k, self.v)]
-        return jnp.concatenate([*looked_up, jnp.zeros((tokens.shape[0], WIDTH))], axis=1)
+        return xp.concatenate([*looked_up, xp.zeros((tokens.shape[0], WIDTH))], axis=1)
 
     def layers(self, x, attend, first, last):
         for layer in range(first, last):
             out = self._layer(layer, x, attend).reshape(x.shape[0], WIDTH)
-            x = jnp.concatenate([x[:, :-WIDTH], x[:, -WIDTH:] + out], axis=1)
+            x = namespace(x).concatenate([x[:, :-WIDTH], x[:, -WIDTH:] + out], axis=1)
         return x
 
     def head(self, x):
@@ -154,7 +157,7 @@ class PlainModel(nnx.Module):
         if part == "recurrent":
             return self._recur(layer, flat, attend)
         ends = (WIDTH, WIDTH + N_KV * D, WIDTH + 2 * N_KV * D)
-        heads = jnp.split(x, ends, axis=1)[:3]  # of no token too, where none is wanted
+        heads = namespace(x).split(x, ends, axis=1)[:3]  # of no token too, where none is wanted
         q, k, v = (y.reshape(x.shape[0], y.shape[1] // D, D) for y in heads)
         if part in READERS:
             return attend(layer, q[:, ::-1] if part == "reversed" else q, None, None)
@@ -172,10 +175,12 @@ class PlainModel(nnx.Module):
     def _recur(self, layer, x, attend):
         """A sum that decays, of what a window of three inputs gives."""
 
+        xp = namespace(x)
+
         def step(state, row):
             window, total = state
-            window = jnp.concatenate([window[1:], row[0][None]])
-            total = DECAY * total + jnp.tanh(jnp.sum(window * self.mix[...], axis=0))
+            window = xp.concatenate([window[1:], row[0][None]])
+            total = DECAY * total + xp.tanh(xp.sum(window * self.mix[...], axis=0))
             return (window, total), total
 
         return attend.recur(layer, step, (x,))

@@ -1,5 +1,6 @@
 """A step in one program and in several gives the same, whatever the layers keep."""
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -35,25 +36,33 @@ from kvrt.serving.config import EngineConfig
 from kvrt_models.load import load
 from tests.marks import full, slow
 from tests.matrix.plainmodel import PlainModel
+from tests.numpy_device.device import installed
 from tests.toys import KindedLm, ToyLm
 
 FOLDERS = sorted(p.parent for p in Path(__file__).parents[1].glob("golden/hf/*/config.json"))
 QUICK = ("bamba", "gemma3n", "deepseek-v32")
 MIXED = (*QUICK, "gemma4-experts", "qwen3-next-experts", "kimi-linear", "jamba-experts", "llama4")
 # tests/models has the logits of every family, by layer.
-SOME_MIXED = ("deepseek-v32", "gemma4-experts")
+SOME_MIXED = ("gemma4-experts",)
 TEXT = np.random.default_rng(0).integers(0, 32, 70).tolist()
 WINDOW = MaskSpec(kind="window", size=9)
 
 
-def both(model, programs="by_layer", **options):
-    """A runtime that traces the model as it is, and one that knows its kinds of layers."""
-    sizes = {"n_ctx": 96, "n_seq_max": 2, "block_size": 16, "n_ubatch": 16, **options}
+def both(model, programs="by_layer", in_numpy=installed, n_each=1, **options):
+    """A runtime that traces the model as it is, in NumPy where it can be, and one by its kinds.
+
+    By layer a program has `n_each` layers; None is as many as users get.
+    """
+    sizes = {"n_ctx": 96, "n_seq_max": 2, "block_size": 16, "n_ubatch": 8, **options}
     policy = sizes.pop("policy", None)
-    with pytest.MonkeyPatch.context() as patch:
+    with in_numpy(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled, "reason_for_whole", lambda model: "as it is")
         plain = Runtime(model, CacheConfig(**sizes, programs="whole"), policy=policy)
-    return [plain, Runtime(model, CacheConfig(**sizes, programs=programs), policy=policy)]
+    by_kind = Runtime(model, CacheConfig(**sizes, programs=programs), policy=policy)
+    if n_each and programs == "by_layer":
+        device = by_kind._cache.device
+        device.by_layer = StepByLayer(device.programs, n_each=n_each)
+    return [plain, by_kind]
 
 
 def said(runtime):
@@ -83,7 +92,7 @@ def alike(plain, by_kind, tolerance=1e-5):
     assert some <= names
 
 
-CHANNELS = tuple(((0, 3, 5, 9), (1, 2, 8, 12)) for _ in range(4))
+CHANNELS = tuple(((0, 3, 5, 9), (1, 2, 8, 12)) for _ in range(3))
 CASES = {
     "read": {"rope": "read"},
     "int8": {"type_k": "int8", "type_v": "int8", "hadamard": True},
@@ -95,8 +104,17 @@ CASES = {
     "channels": {"select": DoubleSparsity(n_cells=48, n_sink=0, n_recent=8, channels=CHANNELS)},
     "extend_paper": {"rope": "read", "self_extend": SelfExtend(ga_n=2, ga_w=8, kind="paper")},
     "extend_cache": {"self_extend": SelfExtend(ga_n=2, ga_w=16)},
-    "checkpoints": {"n_checkpoints": 2, "masks": (WINDOW, MaskSpec()) * 2},
+    "checkpoints": {"n_checkpoints": 2, "masks": (WINDOW, MaskSpec())},
 }
+
+
+def kinded(options):
+    """A model for options of a cache, of which `masks` are its own."""
+    # A selection leaves out the first two layers.
+    n_layers = 3 if "select" in options else 2
+    return KindedLm(n_vocab=32, n_layers=n_layers, masks=options.pop("masks", None))
+
+
 # The matrix has all of them in both ways, one layer a program.
 OF_CI = {"kivi4", "checkpoints"}
 
@@ -106,8 +124,7 @@ OF_CI = {"kivi4", "checkpoints"}
 )
 def test_both_ways_give_the_same(name):
     options = dict(CASES[name])
-    masks = options.pop("masks", None)
-    alike(*both(KindedLm(n_vocab=32, n_layers=4, masks=masks), **options), tolerance=1e-4)
+    alike(*both(kinded(options), **options), tolerance=1e-4)
 
 
 @pytest.mark.slow
@@ -115,19 +132,14 @@ def test_both_ways_give_the_same(name):
     "layers", ["produced", full("shared"), full("latent"), "indexed", full("full+chunked")]
 )
 def test_layers_that_read_others_do_so_across_programs(layers):
-    plain, by_layer = both(PlainModel(layers, has_front=True), type_k="f32", type_v="f32")
-    device = by_layer._cache.device
-    device.by_layer = StepByLayer(device.programs, n_each=1)
-    alike(plain, by_layer)
+    alike(*both(PlainModel(layers, has_front=True), type_k="f32", type_v="f32"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [full("read"), full("h2o"), "quest", "checkpoints"])
+@pytest.mark.parametrize("name", [*map(full, ("read", "h2o", "quest")), "checkpoints"])
 def test_one_program_of_kinds_gives_the_same(name):
     options = dict(CASES[name])
-    masks = options.pop("masks", None)
-    model = KindedLm(n_vocab=32, n_layers=4, masks=masks)
-    alike(*both(model, "whole", **options), tolerance=1e-4)
+    alike(*both(kinded(options), "whole", **options), tolerance=1e-4)
 
 
 def counted(patch):
@@ -144,7 +156,9 @@ def counted(patch):
 
 def test_a_whole_step_traces_a_run_of_each_kind_once():
     found = []
-    for runtime in both(KindedLm(n_vocab=32, n_layers=9), "whole", n_ctx=2048, n_ubatch=1):
+    sizes = {"n_ctx": 2048, "n_ubatch": 1}
+    model, compiled_too = KindedLm(n_vocab=32, n_layers=9), contextlib.nullcontext
+    for runtime in both(model, "whole", in_numpy=compiled_too, **sizes):
         with pytest.MonkeyPatch.context() as patch:
             called = counted(patch)
             found.append((called, runtime.append([1])))
@@ -236,8 +250,9 @@ def test_an_engine_gives_the_same(mode):
     found = []
     for programs in ("whole", "by_layer"):
         config = CacheConfig(n_ctx=96, n_seq_max=3, block_size=8, n_ubatch=8, programs=programs)
-        model = KindedLm(n_vocab=32, n_layers=4, masks=(WINDOW, MaskSpec()) * 2)
-        engine, texts = Engine(model, config, EngineConfig(mode=mode)), {}
+        model, texts = KindedLm(n_vocab=32, masks=(WINDOW, MaskSpec())), {}
+        with installed() if programs == "whole" else contextlib.nullcontext():
+            engine = Engine(model, config, EngineConfig(mode=mode))
         for i in range(4):
             engine.add_request(Request(id=str(i), tokens=tuple(TEXT[i : 20 + i]), n_predict=12))
         while engine.has_work:
@@ -270,7 +285,7 @@ def test_runs_weigh_what_is_compiled_against_dispatches(masks, wanted):
 
 
 def test_equal_layers_have_one_program():
-    runtime = both(KindedLm(n_vocab=32, n_layers=9))[1]
+    runtime = both(KindedLm(n_vocab=32, n_layers=9), n_each=None)[1]
     runtime.append(TEXT[:5])
     names = [key.name for key in runtime.programs.compiled()]
     assert sorted(names) == ["embed_step", "finish_step", "layers"]
@@ -290,7 +305,7 @@ def test_ctrl_c_between_the_programs_of_a_step_waits_for_its_end(monkeypatch):
         put(self, part, new)
 
     model = PlainModel("full+recurrent", has_front=True)
-    disturbed, plain = both(model)[1], both(model)[1]
+    disturbed, plain = (both(model, n_ubatch=16)[1] for _ in range(2))
     for runtime in (disturbed, plain):
         runtime.append(TEXT[:16])
         runtime.decode({0: 5})
@@ -317,7 +332,7 @@ def test_ctrl_c_between_the_programs_of_a_step_waits_for_its_end(monkeypatch):
 
 
 def test_no_program_of_some_layers_copies_their_arrays():
-    runtime = both(KindedLm(n_vocab=32, n_layers=4), n_ctx=2048, n_ubatch=1)[1]
+    runtime = both(KindedLm(n_vocab=32, n_layers=4), n_each=None, n_ctx=2048, n_ubatch=1)[1]
     runtime.append([1])
     layer = sum(x.nbytes for x in jax.tree.leaves(runtime.cache.stores)) // 4
     for key, program in runtime.programs.compiled().items():

@@ -24,6 +24,7 @@ from kvrt.cells.cells import owned
 from kvrt.errors import BadConfig
 from kvrt.store.kv import read_kv
 from tests.marks import full, slow
+from tests.numpy_device.device import installed
 from tests.sharedlm import CLA2, SharedLm
 from tests.toys import HybridLm, RowModel, ToyLm
 
@@ -41,6 +42,12 @@ def every_round(monkeypatch):
 
 def spec(exit_layer=1, n_draft=N_DRAFT):
     return Speculation(drafter=LayerSkip(exit_layer=exit_layer), n_draft=n_draft)
+
+
+def plain_of(kind="full", **options):
+    """A runtime that decodes plainly, in NumPy where it can be."""
+    with installed():
+        return build(kind, **options)
 
 
 def drafted_like(plain, drafted, exit_layer=1, n=48, tolerance=5e-5, **asked):
@@ -66,7 +73,7 @@ def same_cells(runtime):
 @pytest.mark.parametrize("kind", EACH)
 def test_text_and_cache_are_those_of_plain_decoding(kind):
     drafted = build(kind)
-    drafted_like(build(kind), drafted, EXIT.get(kind, 1))
+    drafted_like(plain_of(kind), drafted, EXIT.get(kind, 1))
     assert {k[0] for k in drafted.programs.compiled()} >= {"layer_skip"}
 
 
@@ -78,14 +85,14 @@ def test_text_and_cache_are_those_of_plain_decoding(kind):
         full({"type_k": "int8", "type_v": "int8"}),
         full({"rope": "read"}),
         {"rope": "read", "type_k": "int8"},
-        {"hadamard": True, "type_k": "int8", "type_v": "q8_0"},
+        full({"hadamard": True, "type_k": "int8", "type_v": "q8_0"}),
         {"attention": "reference"},
     ],
     ids=str,
 )
 def test_other_types_and_frames(options):
     kind = "heads of 32" if "hadamard" in options else "window"
-    drafted_like(build(kind, **options), build(kind, **options), tolerance=0.1)
+    drafted_like(plain_of(kind, **options), build(kind, **options), tolerance=0.1)
 
 
 def entries(runtime, group):
@@ -125,7 +132,7 @@ COUNTED = [0]
 class Counting(ToyLm):
     """Counts the tokens that go through layers, and can silence those behind an exit."""
 
-    def __init__(self, n_layers=4, silent_from=None):
+    def __init__(self, n_layers=2, silent_from=None):
         super().__init__(n_vocab=N_VOCAB, n_layers=n_layers)
         for layer in range(n_layers if silent_from is None else silent_from, n_layers):
             qkv = self.qkv[layer]
@@ -145,11 +152,11 @@ def counting(**options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("silent_from", [full(None), 2])
+@pytest.mark.parametrize("silent_from", [full(None), 1])
 def test_every_layer_runs_once_for_every_token_of_a_round(silent_from):
     runtime = counting(silent_from=silent_from)
     runtime.prefill(PROMPT)
-    tokens, n, size = runtime.generate(60, speculation=spec(2)), 60, 4 * (N_DRAFT + 1)
+    tokens, n, size = runtime.generate(60, speculation=spec()), 60, 2 * (N_DRAFT + 1)
     next(tokens)
     jax.effects_barrier()
     before = COUNTED[0]
@@ -185,13 +192,13 @@ def test_there_is_no_second_cache():
 @pytest.mark.parametrize("name", ["shift", full("sinks"), "self_extend", "checkpoints"])
 def test_policies_cut_rounds_and_change_no_text(name):
     kind = {"checkpoints": "window"}.get(name, "full")
-    plain, drafted = build(kind, **POLICIES[name]), build(kind, **POLICIES[name])
+    plain, drafted = plain_of(kind, **POLICIES[name]), build(kind, **POLICIES[name])
     drafted_like(plain, drafted, n=60)
     assert drafted.stats().n_shift == plain.stats().n_shift
 
 
 def test_a_sequence_in_blocks_keeps_them():
-    plain, drafted = build(), build()
+    plain, drafted = plain_of(), build()
     text = ids(run(plain))
     drafted.append(PROMPT)
     drafted.to_blocks(0)
@@ -208,7 +215,7 @@ def test_sampled_text_is_that_of_the_same_seed():
 
 @pytest.mark.slow
 def test_it_stops_where_plain_decoding_stops_and_goes_on_from_there():
-    plain, drafted = build(), build()
+    plain, drafted = plain_of(), build()
     end = ids(run(plain))[20]
     text = ids(run(plain, stop_ids=[end]))
     drafted.prefill(PROMPT)
@@ -220,7 +227,7 @@ def test_it_stops_where_plain_decoding_stops_and_goes_on_from_there():
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_it_gives_as_many_tokens_as_were_asked(n):
-    plain, drafted = build(), build()
+    plain, drafted = plain_of(), build()
     run(plain, n)
     drafted.prefill(PROMPT)
     assert len(list(drafted.generate(n, speculation=spec()))) == n
@@ -229,7 +236,7 @@ def test_it_gives_as_many_tokens_as_were_asked(n):
 
 @pytest.mark.slow
 def test_two_sequences_side_by_side():
-    plain, drafted = build(n_seq_max=2), build(n_seq_max=2)
+    plain, drafted = plain_of(n_seq_max=2), build(n_seq_max=2)
     for runtime in (plain, drafted):
         runtime.prefill(PROMPT)
         runtime.prefill(PROMPT[::-1], 1)

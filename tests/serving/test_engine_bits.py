@@ -4,16 +4,25 @@ Steps of other tokens round otherwise, so what is compared is computed in steps 
 One kind, of full and of windowed layers, runs by layer on a CPU; the others run whole.
 """
 
+import functools
+
 import numpy as np
 import pytest
 
 from kvrt.errors import BadConfig
-from tests.marks import full, slow
-from tests.serving.engines import N_BATCH, ask, engine, make, one, run
+from tests.marks import full
+from tests.serving.engines import N_BATCH, ask, make, one, run
 
 pytestmark = pytest.mark.slow
 OPTIMISED = True
-KINDS = ["full", "window", full("chunked"), "recurrent", "by layer"]
+# Layers of all positions are in each of the others.
+KINDS = [full("full"), "window", full("chunked"), "recurrent", "by layer"]
+
+
+@functools.cache
+def engine(kind, mode):
+    """One that tests share, with the programs of all in its mode."""
+    return make(kind, mode, block_size=8, prefix_cache=mode == "paged")
 
 
 def assert_same(a, b):
@@ -24,7 +33,7 @@ def assert_same(a, b):
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_give_what_cells_give(kind):
     rng = np.random.default_rng(1)
-    for i, n in enumerate((8, 24, 36)):
+    for i, n in enumerate((8, 24, 40)):
         # Whole blocks, for steps end with them where layers are recurrent.
         tokens = rng.integers(0, 32, n)
         request = ask(i, tokens, 40)
@@ -48,13 +57,7 @@ def test_a_hit_gives_what_a_miss_gives(kind):
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        "full",
-        "by layer",
-        slow("window"),
-        full("chunked"),
-        full("sinks"),
-    ],
+    ["by layer", "window", *map(full, ("full", "chunked", "sinks"))],
 )
 def test_a_hit_within_a_block_gives_what_a_miss_gives(kind):
     at = make(kind, block_size=8, hash_block_size=2)

@@ -1,5 +1,7 @@
 """The first layers of a model draft in an Engine: what it gives without drafts, in both modes."""
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from kvrt.policies import AttentionSinks, ContextShift
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.scheduling.step_plan import Rules
 from tests.marks import full
+from tests.numpy_device.device import installed
 from tests.serving.engines import MODELS, N_BATCH, B, ask, drawn, make, served
 from tests.serving.soundcells import assert_sound
 from tests.serving.test_engine_drafts import SAMPLED, never_backs_off, texts_of
@@ -24,11 +27,12 @@ KINDS = [("rolling", "cell"), ("window", "paged")]
 MODES = [full("cell"), "paged"]
 
 
-def pair(kind, mode, **options):
-    """An engine whose first layers draft, and one without drafts."""
+def pair(kind, mode, in_numpy=installed, **options):
+    """An engine whose first layers draft, and one without drafts, in NumPy where it can be."""
     options = {"n_seq_max": 2, "n_ubatch": 8} | options  # few programs
     drafted = make(kind, mode, speculation=SPEC, **options)
-    return drafted, make(kind, mode, **options)
+    with in_numpy():
+        return drafted, make(kind, mode, **options)
 
 
 def check_same(both, requests, each=lambda out: None):
@@ -71,7 +75,7 @@ def test_text_is_that_without_drafts(kind, mode, monkeypatch):
 def test_samples_penalties_and_stop_ids_are_those_of_single_steps(mode, monkeypatch):
     """Nothing behind a stop id is sampled, though the first layers may draft beyond it."""
     never_backs_off(monkeypatch)
-    both = pair("full", mode)
+    both = pair("full", mode, contextlib.nullcontext)  # NumPy's random numbers are others
     (text,) = served(both[1], [ask("x", [1, 2, 3], 20)]).values()
     requests = [
         ask("a", [1, 2, 3, 4, 5], 16, sampling=SAMPLED, n=2),
@@ -101,9 +105,9 @@ def test_what_the_other_layers_add_nothing_to_is_drafted_rightly(mode):
     """
     config = CacheConfig(n_ctx=256, n_seq_max=2, block_size=B, n_ubatch=8)
     spec = Speculation(drafter=LayerSkip(exit_layer=1), n_draft=7)
-    drafted, plain = (
-        Engine(SilentBehind(), config, EngineConfig(mode=mode, speculation=x)) for x in (spec, None)
-    )
+    drafted = Engine(SilentBehind(), config, EngineConfig(mode=mode, speculation=spec))
+    with installed():
+        plain = Engine(SilentBehind(), config, EngineConfig(mode=mode))
     request = ask("a", [3, 1, 4, 1, 5], 40)
     assert served(drafted, [request]) == served(plain, [request])
     assert drafted.stats().drafts == {"rounds": 5, "drafted": 34, "accepted": 34}

@@ -1,5 +1,6 @@
 """Steps that are dispatched before the last one is read: nothing that is observed depends on it."""
 
+import contextlib
 import functools
 import itertools
 
@@ -14,6 +15,7 @@ from kvrt.policies import AttentionSinks, ContextShift
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.request import samples_of
 from kvrt.serving.scheduling.step_plan import Rules
+from tests.numpy_device.device import installed
 from tests.runtime.test_bad_logits import poisoned
 from tests.serving.engines import MODELS, N_BATCH, N_ROWS, B, ask, make
 from tests.serving.soundcells import assert_sound
@@ -29,9 +31,10 @@ ALL = (*COUNTED, "n_steps", "tokens", "prefix", "sequences")
 
 
 def pair(kind, mode, n_ctx=600, **options):
-    """Two engines that differ in whether steps run ahead."""
+    """Two engines that differ in whether steps run ahead; those with windows are compiled."""
     rules = Rules(n_batch=N_BATCH, n_ctx_seq=48)
-    made = [make(kind, mode, rules=rules, n_ctx=n_ctx, **options) for _ in range(2)]
+    with installed() if kind == "full" else contextlib.nullcontext():
+        made = [make(kind, mode, rules=rules, n_ctx=n_ctx, **options) for _ in range(2)]
     made[0]._steps._ahead = made[0].space.keeps_others
     made[1].device.programs = made[0].device.programs
     return made

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.serving.two_engines import REQUESTS, made, served
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
@@ -18,8 +20,9 @@ def test_two_processes_serve_as_one_and_notice_that_they_differ():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    [one] = _run([_start(address, 1, 0)])
-    first, second = _run([_start(address, 2, i) for i in range(2)])
+    processes = [_start(address, i) for i in range(2)]
+    one = {mode: served(made(mode, None), REQUESTS) for mode in ("cell", "paged")}
+    first, second = _run(processes)
     assert first == second
     assert one["cell"]["n_hit"] > 0 and one["paged"]["n_hit"] > 0
     assert (first["cell"], first["paged"]) == (one["cell"], one["paged"])
@@ -29,7 +32,7 @@ def test_two_processes_serve_as_one_and_notice_that_they_differ():
     assert first["again"].startswith("process 1 plans step ")
 
 
-def _start(address, n_processes, index):
+def _start(address, index):
     flags = "--xla_force_host_platform_device_count=2"
     env = os.environ | {
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
@@ -38,8 +41,9 @@ def _start(address, n_processes, index):
     }
     command = [sys.executable, "-m", "tests.serving.two_engines", address]
     pipe = subprocess.PIPE
-    told = [*command, str(n_processes), str(index)]
-    return subprocess.Popen(told, cwd=ROOT, env=env, text=True, stdout=pipe, stderr=pipe)
+    return subprocess.Popen(
+        [*command, str(index)], cwd=ROOT, env=env, text=True, stdout=pipe, stderr=pipe
+    )
 
 
 def _run(processes):
