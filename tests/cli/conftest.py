@@ -78,12 +78,13 @@ def kvrt(capfdbinary, cache, monkeypatch, tmp_path) -> Run:
 def go(kvrt, tiny) -> Run:
     """`kvrt run` on the tiny model, at most 24 tokens, greedy, in 64 cells unless told otherwise.
 
-    A flag given again counts, so a test may change any of these.
+    Steps take 8 tokens, so that prompts of all lengths are steps of few sizes. A flag given again
+    counts, so a test may change any of these.
     """
 
     def run(*args: object, stdin: bytes = b"", prompt: bool = True) -> Done:
         given = ["-p", PROMPT] if prompt else []
-        fixed = ["run", "-m", tiny, "-c", 64, "-n", 24, "--temp", 0, *given]
+        fixed = ["run", "-m", tiny, "-c", 64, "-n", 24, "--temp", 0, "--n_ubatch", 8, *given]
         return kvrt(*fixed, *args, stdin=stdin)
 
     return run

@@ -20,7 +20,7 @@ def batch(kvrt, tiny, tmp_path):
 
     def run(*args, out="out.jsonl"):
         fixed = ["batch", "-m", tiny, "-i", tmp_path / "in.jsonl", "-o", tmp_path / out]
-        sizes = ["--n_batch", 16, "--n_seq_max", 4, "--block_size", 8, "--cache_type_k", "f32"]
+        sizes = ["--n_batch", 8, "--n_seq_max", 4, "--block_size", 8, "--cache_type_k", "f32"]
         return kvrt(*fixed, *sizes, "--cache_type_v", "f32", *args)
 
     return run

@@ -27,7 +27,7 @@ def words(tiny, tmp_path):
     ]
     path = tmp_path / "in.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    fixed = ["-m", tiny, "-c", 400, "--n_batch", 16, "--n_seq_max", 3, "--ignore_eos", "--temp", 1]
+    fixed = ["-m", tiny, "-c", 400, "--n_batch", 8, "--n_seq_max", 3, "--ignore_eos", "--temp", 1]
     return ["batch", *fixed, "-i", path, "-o"]
 
 

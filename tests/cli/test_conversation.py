@@ -322,7 +322,8 @@ def test_a_real_conversation(kvrt, tmp_path, monkeypatch):
 
     monkeypatch.delenv("KVRT_CACHE")
     path = tmp_path / "a.kv"
-    talk = ["run", "-c", 512, "--chat", "--session", path, "--temp", 0, "--json", "--quiet"]
+    size = ["-c", 512, "--n_ubatch", 32]
+    talk = ["run", *size, "--chat", "--session", path, "--temp", 0, "--json", "--quiet"]
     tokenizer = load.open_tokenizer("smollm2-135m")
     system = "You answer in one word."
     first = told(kvrt(*talk, "-n", 40, "--system", system, "-p", "What is the capital of France?"))
@@ -336,7 +337,7 @@ def test_a_real_conversation(kvrt, tmp_path, monkeypatch):
     assert written(ids_of(path), tokenizer).startswith(text)
     plain = tmp_path / "all.json"
     plain.write_text(json.dumps(ids_of(path)[: third["n_prompt"]]))
-    again = ["run", "-c", 512, "--tokens", plain, "-n", 5, "--temp", 0, "--json", "--quiet"]
+    again = ["run", *size, "--tokens", plain, "-n", 5, "--temp", 0, "--json", "--quiet"]
     assert told(kvrt(*again))["tokens"] == third["tokens"]
 
 

@@ -123,7 +123,7 @@ def test_a_batch_tells_of_it_and_goes_on(kvrt, breaks_off, tmp_path):
     ]
     given, out, counted = (tmp_path / x for x in ("in.jsonl", "out.jsonl", "m.prom"))
     given.write_text("".join(json.dumps(x) + "\n" for x in lines))
-    flags = ["-c", 256, "--n_batch", 16, "--n_seq_max", 4, "--block_size", 8, "--metrics", counted]
+    flags = ["-c", 256, "--n_batch", 8, "--n_seq_max", 4, "--block_size", 8, "--metrics", counted]
     done = kvrt("batch", "-m", model, "-i", given, "-o", out, *flags)
     assert done.code == 1
     found = {r["id"]: r for r in map(json.loads, out.read_text().splitlines())}

@@ -44,7 +44,7 @@ def test_the_summary_says_what_became_of_drafts():
             "n_draft is 8, and a step of 9 tokens exceeds n_ubatch 8",
         ),
         (
-            ("--draft", "ngram", "--cache_type_k", "kivi4", "--block_size", 32),
+            ("--draft", "ngram", "--n_draft", 4, "--cache_type_k", "kivi4", "--block_size", 32),
             "keys of kivi4 share scales",
         ),
         (
@@ -79,7 +79,7 @@ def test_the_first_layers_draft(go, tmp_path):
     ],
 )
 def test_layers_that_the_model_lacks_are_one_line(go, exit_layer, message):
-    done = go("--draft", f"layerskip:{exit_layer}")
+    done = go("--draft", f"layerskip:{exit_layer}", "--n_draft", 4)
     assert done.code == 2 and done.out == b"" and done.err.count("\n") == 1
     assert message in done.err
 

@@ -174,8 +174,9 @@ def test_results_of_a_batch_tell_why_their_text_is_another(kvrt, tiny, tmp_path)
     lines = [line, line | {"id": "short", "n_predict": 5}]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     words = ["batch", "-m", tiny, "-i", tmp_path / "in.jsonl", "--temp", 0, "--ignore_eos"]
-    words += ["-c", 512, "--n_ctx_seq", 64, "--policy", "context_shift", "--dtype", "f32"]
-    done = kvrt(*words, "--n_batch", 64, "-o", tmp_path / "out.jsonl")
+    words += ["-c", 256, "--n_ctx_seq", 64, "--policy", "context_shift", "--dtype", "f32"]
+    words += ["--n_batch", 8, "--n_seq_max", 2, "--block_size", 8]
+    done = kvrt(*words, "-o", tmp_path / "out.jsonl")
     found = [json.loads(x) for x in (tmp_path / "out.jsonl").read_text().splitlines()]
     short, long = sorted(found, key=lambda x: len(x["tokens"]))
     assert "approximate" not in short

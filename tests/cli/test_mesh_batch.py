@@ -20,7 +20,7 @@ def words(tiny, tmp_path):
     ]
     path = tmp_path / "in.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    fixed = ["-c", 96, "--n_batch", 16, "--n_seq_max", 2, "--block_size", 8, "--ignore_eos"]
+    fixed = ["-c", 96, "--n_batch", 8, "--n_seq_max", 2, "--block_size", 8, "--ignore_eos"]
     return ["batch", "-m", tiny, "-i", path, *fixed, "-o"]
 
 

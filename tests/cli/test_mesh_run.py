@@ -44,6 +44,7 @@ def test_two_processes_write_what_one_writes_and_one_goes_on(go, tiny, cache, tm
     one = json.loads(go("--json", "-n", 14).out)
     session = tmp_path / name
     words = ["run", "-m", tiny, "-c", 64, "--temp", 0, "-p", PROMPT, "-n", 9, "--json"]
+    words += ["--n_ubatch", 8]
     words += ["--session", session, "--session_all", "--mesh", MESH]
     first, second = both(words, cache)
     assert second == (0, "", "")

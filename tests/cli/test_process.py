@@ -54,7 +54,8 @@ def run(program: str) -> subprocess.CompletedProcess:
 def words(go, tiny):
     """An endless run, whose programs are in the cache already."""
     assert go("--quiet").code == 0
-    return ["run", "-m", tiny, "-c", 64, "--temp", 0, "-p", PROMPT, "-n", -1, "--ignore_eos"]
+    fixed = ["run", "-m", tiny, "-c", 64, "--temp", 0, "--n_ubatch", 8, "-p", PROMPT]
+    return [*fixed, "-n", -1, "--ignore_eos"]
 
 
 def read_all(file: int) -> str:

@@ -35,7 +35,10 @@ def test_the_summary_says_how_much_was_read(go):
         (("--select", "double_sparsity"), "add --select_channels FILE"),
         (("--select", "quest", "--select_cells", 100), "--select quest: select reads n_cells"),
         (("--select", "quest", "--rope", "read"), "use rope='write'"),
-        (("--select", "quest", "--select_dense", 0, "--draft", "ngram"), "leave one of them out"),
+        (
+            ("--select", "quest", "--select_dense", 0, "--draft", "ngram", "--n_draft", 4),
+            "leave one of them out",
+        ),
         (("--select", "quest", "--policy", "h2o"), "use one of the two"),
         (("--select", "double_sparsity", "--select_channels", "none.json"), "none.json: "),
     ],

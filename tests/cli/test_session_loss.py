@@ -361,8 +361,8 @@ sys.exit(main(sys.argv[2:]))
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 def test_kill_9_loses_the_last_interval_at_most(wide, tiny, cache, tmp_path):
     path, log = tmp_path / "a.kv", tmp_path / "log"
-    words = ["-m", tiny, "-c", 256, "--temp", 0, "--ignore_eos", "-p", "the sand", "-n", -1]
-    args = [log, "run", *words, "--session", path, "--session_all", "--quiet"]
+    words = ["-m", tiny, "-c", 256, "--temp", 0, "--n_ubatch", 8, "-p", "the sand", "-n", -1]
+    args = [log, "run", *words, "--ignore_eos", "--session", path, "--session_all", "--quiet"]
     process = subprocess.Popen(
         [sys.executable, "-c", KILLED, *map(str, args)],
         cwd=ROOT,

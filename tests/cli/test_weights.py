@@ -134,7 +134,8 @@ def test_a_folder_of_sessions_has_the_type_of_its_newest(go, tmp_path):
 @pytest.mark.slow
 def test_a_batch_resumes_with_the_type_of_its_results(kvrt, tiny, tmp_path):
     given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    fixed = ["batch", "-m", tiny, "-i", given, "-o", out, "-c", 64, "--temp", 0, "-n", 2]
+    fixed = ["batch", "-m", tiny, "-i", given, "-o", out, "-c", 256, "--temp", 0, "-n", 2]
+    fixed += ["--n_batch", 8, "--n_seq_max", 4, "--block_size", 8]  # those of test_batch.py
     lines = [json.dumps({"id": name, "prompt": "the sand"}) + "\n" for name in "ab"]
     for dtype, why in (("f32", "f32 (as the results that are there)"), (None, None)):
         given.write_text(lines[0])

@@ -17,7 +17,7 @@ from kvrt.program.mesh import MeshSpec
 from kvrt.session.orbax import parts
 from tests.toys import ToyLm
 
-CONFIG = CacheConfig(n_ctx=64, n_ubatch=16, block_size=4, type_k="f32", type_v="f32")
+CONFIG = CacheConfig(n_ctx=64, n_ubatch=8, block_size=4, type_k="f32", type_v="f32")
 TOKENS = [i % 32 for i in range(40)]
 
 
