@@ -471,7 +471,8 @@ class Programs:
         kinds = [x for x in key.static if isinstance(x, ModelKind)]
         if folder is None or self._place or any(x.digest is None for x in kinds):
             return None
-        (device,) = self._where
+        where: Any = self._where
+        (device,) = where
         if device.platform != "cpu":
             return None  # no test has run programs of files there
         static = tuple(x.digest if isinstance(x, ModelKind) else x for x in key.static)

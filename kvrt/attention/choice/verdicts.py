@@ -86,7 +86,7 @@ def environment() -> dict[str, str]:
     return {**machine(device), "sources": _sources()}
 
 
-def machine(device: jax.Device) -> dict[str, str]:
+def machine(device: Any) -> dict[str, str]:
     """What a device computes with: its kind, driver, versions of JAX, flags of its compiler."""
     return {
         "device": device.device_kind,

@@ -39,7 +39,7 @@ def values_digest(values: Any) -> str | None:
     return hashlib.sha256(data).hexdigest()
 
 
-def program_digest(values: Any, device: jax.Device) -> str | None:
+def program_digest(values: Any, device: Any) -> str | None:
     """The digest of a program that a device runs and that follows from values; as `values_digest`.
 
     JAX's settings count as they are in this thread.
@@ -60,7 +60,7 @@ class _Known(pickle.Unpickler):
 
 
 @functools.cache
-def _environment(device: jax.Device) -> str:
+def _environment(device: Any) -> str:
     """What programs of this process depend on beside their own values."""
     found = (importlib.util.find_spec(package) for package in _OURS)
     folders = [Path(x.origin).parent for x in found if x is not None and x.origin is not None]

@@ -46,7 +46,7 @@ class ProgramFile:
     Where it `is_there`, `outputs` has the shapes of its results.
     """
 
-    def __init__(self, path: Path, device: jax.Device):
+    def __init__(self, path: Path, device: Any):
         """Reads the file; loads nothing yet."""
         self._path, self._device = path, device
         held = self._read()
