@@ -31,7 +31,7 @@ def widened(text, n_least):
     """
     large = [x for x in hlo.instructions(text) if x.size >= n_least]
     eight = any(x.dtype == "s8" for x in large)
-    allowed = {"s8"} if eight else {"bf16", "u16"}
+    allowed = {"s8"} if eight else {"bf16", "f16", "u16"}
     return [x for x in large if x.dtype not in allowed and (eight or not x.inside)]
 
 
@@ -55,10 +55,11 @@ def test_a_step_multiplies_eight_bits_as_they_are():
 
 
 @pytest.mark.slow
-def test_a_step_widens_no_half_precision():
-    of = programs.small("bf16")
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_a_step_widens_no_half_precision(dtype):
+    of = programs.small(dtype)
     text = programs.decode_program(of).as_text()
-    assert any(x.dtype == "bf16" for x in hlo.instructions(text))
+    assert any(x.dtype == dtype for x in hlo.instructions(text))
     assert widened(text, programs.smallest_product(of)) == []
 
 
