@@ -13,6 +13,8 @@ import subprocess
 import sys
 
 import hlo
+import jax
+import numpy as np
 import pytest
 import weight_programs as programs
 
@@ -110,6 +112,20 @@ def test_a_prompt_widens_one_matrix_at_a_time(form, n_tokens):
     print(temp, max(sizes), sum(sizes))
     assert sum(sizes) > 9 * max(sizes)
     assert temp["int8"] < temp["f32"] + 1.5 * max(sizes)
+
+
+@pytest.mark.parametrize("form", ["bf16", "f32"])
+def test_no_array_has_the_size_of_a_matrix(form):
+    """A product of a prompt's tokens holds a piece of it: its groups, and these side by side."""
+    matrix = int8.shapes((2048, 1024))
+    x = jax.ShapeDtypeStruct((N_PROMPT, 1024), np.float32)
+    compiled = jax.jit(functools.partial(int8.by_form, form)).lower(x, matrix).compile()
+    made = [y for y in hlo.instructions(compiled.as_text()) if y.dtype != "s8"]
+    assert max(y.size for y in made) < matrix.values.size
+    if form == "f32":
+        # And the sums where they are made and where they go.
+        sums = 4 * N_PROMPT * int8.piece_size(matrix)
+        assert compiled.memory_analysis().temp_size_in_bytes < 8 * int8.MOST_WIDENED + 2 * sums
 
 
 # --- SmolLM2 --------------------------------------------------------------------------------------
