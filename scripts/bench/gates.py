@@ -3,6 +3,7 @@
     python -m scripts.bench.gates --row decode
     python -m scripts.bench.gates --row long --rounds 2
     python -m scripts.bench.gates --row prefill-int8 --rounds 2
+    python -m scripts.bench.gates --row prefill-int8 --prompt 512
     python -m scripts.bench.gates --row server-int8 --rounds 3
 
 A side is kvrt or llama.cpp with a type of the weights, one of the cache, and "+fa" for llama.cpp's
@@ -126,13 +127,14 @@ def long_decode(sides: Sequence[Side], i: int, samples: Samples) -> None:
 
 def prefill(sides: Sequence[Side], i: int, samples: Samples) -> None:
     """A long prompt, to its first token."""
-    tokens = _prompt(_N_LONG, i)
+    n = _N_PROMPT.value
+    tokens = _prompt(n, i)
     for side in sides:
         if not side.ours:
-            (found,) = peer.time(side.setting(_N_LONG + _ROUND_CELLS), [(tokens, 1)])
+            (found,) = peer.time(side.setting(n + _ROUND_CELLS), [(tokens, 1)])
             samples[side.name].append(found.prefill_s)
             continue
-        at = _runtime(side, _N_LONG + _ROUND_CELLS)
+        at = _runtime(side, n + _ROUND_CELLS)
         if i == 0:
             measure.clock(lambda at=at: at.prefill(tokens), 1)  # compiles; waited for
         at.clear()
@@ -196,7 +198,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "prefill-int8": Row(
         prefill,
-        (Gate("int8 against Q8_0", "kvrt:int8/f32", _settings("q8_0", _BOTH), 2.0),),
+        (Gate("int8 against Q8_0", "kvrt:int8/f32", _settings("q8_0", _BOTH), 2.2),),
     ),
     "prefill-f32": Row(
         prefill, (Gate("f32 against F32", "kvrt:f32/f32", _settings("f32", _BOTH), 2.0),)
@@ -214,6 +216,9 @@ _ROW = flags.DEFINE_enum("row", "decode", list(ROWS), "What is timed.")
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known name.")
 _SIDES = flags.DEFINE_list("sides", [], "Only these of the row; none is all.")
 _N_ROUNDS = flags.DEFINE_integer("rounds", 5, "Runs of each side.", lower_bound=1)
+_N_PROMPT = flags.DEFINE_integer(
+    "prompt", _N_LONG, "Tokens of a prompt in the rows of prefill.", lower_bound=1
+)
 _N_THREADS = flags.DEFINE_integer("threads", 2, "llama.cpp's threads.", lower_bound=1)
 
 

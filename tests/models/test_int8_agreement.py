@@ -101,6 +101,18 @@ def test_zeros_give_zeros(form):
         assert all((np.asarray(y)[::2] == 0).all() for y in found)
 
 
+@pytest.mark.parametrize(("n_outputs", "size"), [(30, 15), (34, 17), (31, None), (8, None)])
+def test_pieces_give_what_the_whole_matrix_does(n_outputs, size, monkeypatch):
+    """Of at most 16 outputs; of more where no such number divides them; none of a prime number."""
+    monkeypatch.setattr(int8, "MOST_WIDENED", 16 * 48)
+    rng = np.random.default_rng(0)
+    matrix = int8.quantize(rng.standard_normal((n_outputs, 48)).astype(np.float32), 16)
+    x = rng.standard_normal((9, 48)).astype(np.float32)
+    assert int8.piece_size(matrix) == size
+    found = int8.by_form("f32", x, jax.device_put(matrix))
+    np.testing.assert_allclose(found, x @ wide(matrix).T, atol=2e-5)
+
+
 # --- decoders -------------------------------------------------------------------------------------
 
 

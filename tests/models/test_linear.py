@@ -9,11 +9,21 @@ from kvrt_models.layers import linear
 
 
 @pytest.mark.parametrize("n", [1, 2, 16, 64, 65])
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
 def test_a_product_is_that_of_wide_numbers(dtype, n):
+    compare(dtype, n, 48)
+
+
+@pytest.mark.parametrize("n_inputs", [1, 16, 33, 40, 576])
+def test_one_token_with_float16_weights_of_any_width(n_inputs):
+    """Sums in lanes where the inputs fill registers (16, 576), a plain sum elsewhere."""
+    compare(np.float16, 1, n_inputs)
+
+
+def compare(dtype, n, n_inputs):
     rng = np.random.default_rng(n)
-    x = rng.standard_normal((n, 48)).astype(np.float32)
-    weight = jnp.asarray(rng.standard_normal((80, 48)), dtype)
+    x = rng.standard_normal((n, n_inputs)).astype(np.float32)
+    weight = jnp.asarray(rng.standard_normal((80, n_inputs)), dtype)
     found = jax.jit(linear.linear)(x, weight)
     assert found.dtype == np.float32
     wide = np.asarray(weight, np.float64)

@@ -10,6 +10,7 @@ import functools
 
 import hlo
 import jax
+import numpy as np
 import pytest
 import weight_programs as programs
 
@@ -31,7 +32,7 @@ def widened(text, n_least):
     """
     large = [x for x in hlo.instructions(text) if x.size >= n_least]
     eight = any(x.dtype == "s8" for x in large)
-    allowed = {"s8"} if eight else {"bf16", "u16"}
+    allowed = {"s8"} if eight else {"bf16", "f16", "u16"}
     return [x for x in large if x.dtype not in allowed and (eight or not x.inside)]
 
 
@@ -55,10 +56,11 @@ def test_a_step_multiplies_eight_bits_as_they_are():
 
 
 @pytest.mark.slow
-def test_a_step_widens_no_half_precision():
-    of = programs.small("bf16")
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_a_step_widens_no_half_precision(dtype):
+    of = programs.small(dtype)
     text = programs.decode_program(of).as_text()
-    assert any(x.dtype == "bf16" for x in hlo.instructions(text))
+    assert any(x.dtype == dtype for x in hlo.instructions(text))
     assert widened(text, programs.smallest_product(of)) == []
 
 
@@ -117,6 +119,20 @@ def test_a_prompt_widens_one_matrix_at_a_time(form, n_tokens):
     print(temp, max(sizes), sum(sizes))
     assert sum(sizes) > 9 * max(sizes)
     assert temp["int8"] < temp["f32"] + 1.5 * max(sizes)
+
+
+@pytest.mark.parametrize("form", ["bf16", "f32"])
+def test_no_array_has_the_size_of_a_matrix(form):
+    """A product of a prompt's tokens holds a piece of it: its groups, and these side by side."""
+    matrix = int8.shapes((2048, 1024))
+    x = jax.ShapeDtypeStruct((N_PROMPT, 1024), np.float32)
+    compiled = jax.jit(functools.partial(int8.by_form, form)).lower(x, matrix).compile()
+    made = [y for y in hlo.instructions(compiled.as_text()) if y.dtype != "s8"]
+    assert max(y.size for y in made) < matrix.values.size
+    if form == "f32":
+        # And the sums where they are made and where they go.
+        sums = 4 * N_PROMPT * int8.piece_size(matrix)
+        assert compiled.memory_analysis().temp_size_in_bytes < 8 * int8.MOST_WIDENED + 2 * sums
 
 
 # --- SmolLM2 --------------------------------------------------------------------------------------

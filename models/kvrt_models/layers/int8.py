@@ -21,8 +21,8 @@ Form = Literal["int8", "bf16", "f32"]
 # Inputs that share a scale, at most and at least. Those of 288 and 256 cost what a scale a row
 # does; 96 and 64 cost 1.3 times that where both cores are free, for there are more partial sums.
 _MOST_INPUTS, _LEAST_INPUTS = 320, 64
-# Weights that are widened at a time: 8 MB of float32.
-MOST_WIDENED = 1 << 21
+# Weights that are widened at a time: 1 MB of float32, which a core's second cache holds.
+MOST_WIDENED = 1 << 18
 # The steps of a remainder in one step of an activation's first eight bits.
 _STEPS = 254
 
@@ -147,14 +147,15 @@ def by_form(form: Form, x: Float[Array, "T I"], matrix: Int8Matrix) -> Float[Arr
 def piece_size(matrix: Int8Matrix) -> int | None:
     """Outputs that are widened at a time; None is all of them.
 
-    A program whose temporaries are larger than what malloc keeps gets them anew at each call, page
-    by page, which takes longer than the product of a few tokens.
+    A matrix that is widened whole goes to memory and comes back; and a program whose temporaries
+    are larger than what malloc keeps gets them anew at each call, page by page.
     """
     n_outputs = matrix.values.shape[-2]
     most = MOST_WIDENED // matrix.n_inputs
     if n_outputs <= most:
         return None
-    return next((n for n in range(most, most // 8, -1) if n_outputs % n == 0), None)
+    sizes = (*range(most, most // 8, -1), *range(most + 1, min(8 * most, n_outputs)))
+    return next((n for n in sizes if n_outputs % n == 0), None)
 
 
 def _by_int8(x: Array, matrix: Int8Matrix) -> Array:
@@ -211,7 +212,8 @@ def _in_pieces(multiply: Multiply, size: int, x: Array, matrix: Int8Matrix) -> A
             out, multiply(x, jax.tree.map(cut, matrix)), i * size, axis=1
         )
 
-    out = jnp.zeros((x.shape[0], n_outputs), jnp.float32)
+    # A constant would be copied for every product when the program begins.
+    out = jnp.broadcast_to(_zero_after(x), (x.shape[0], n_outputs))
     return lax.fori_loop(0, n_outputs // size, piece, out)
 
 

@@ -1,7 +1,6 @@
 """Shapes and bytes of a decoder's weights in memory, before any of them is read."""
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -54,5 +53,5 @@ def widened_bytes(weights: Mapping[str, Matrix]) -> int:
     """
     matrices = [x for x in weights.values() if isinstance(x, Int8Matrix)]
     # Of experts one at a time.
-    sizes = [min(math.prod(x.values.shape[-3:]), int8.MOST_WIDENED) for x in matrices]
+    sizes = [(int8.piece_size(x) or x.values.shape[-2]) * x.n_inputs for x in matrices]
     return 4 * max(sizes, default=0)
