@@ -9,6 +9,7 @@ import collections
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -46,12 +47,26 @@ def holds_eight_bits(of, text, n_least=None):
     assert collections.Counter(hlo.products(text, "s8")) == counted(programs.matrices(of))
 
 
+def sums_eight_bits(of, text, n_least=None):
+    """One sum of several operands for each matrix, and no array as large outside of it."""
+    large = [
+        x for x in hlo.instructions(text) if x.size >= (n_least or programs.smallest_product(of))
+    ]
+    assert {x.dtype for x in large if not x.inside} == {"s8"}
+    assert len(_SUM.findall(text)) == len(programs.matrices(of))
+
+
+# A reduction of several operands that makes integers.
+_SUM = re.compile(r"= \(s32\[[^)]*\) reduce\(.*dimensions=\{2\}")
+
+
 @pytest.mark.slow
 def test_a_step_multiplies_eight_bits_as_they_are():
     of = programs.small("int8")
     groups = sorted(w.values.shape[0] for w in programs.matrices(of))
     assert groups == [1, 1, 1, 1, 2]
-    holds_eight_bits(of, programs.decode_program(of).as_text())
+    sums_eight_bits(of, programs.decode_program(of).as_text())
+    holds_eight_bits(of, programs.decode_program(programs.by_form(of, "int8")).as_text())
 
 
 @pytest.mark.slow
@@ -80,12 +95,13 @@ def test_the_guard_sees_what_a_flag_takes_away(dtype, flag):
 @pytest.mark.parametrize("isa", ["SSE4_2", "AVX2"])
 def test_a_processor_with_fewer_instructions_has_the_same_program(isa):
     of = programs.small("int8")
+    sums_eight_bits(of, in_a_process("int8", f"--xla_cpu_max_isa={isa}", "sum"))
     holds_eight_bits(of, in_a_process("int8", f"--xla_cpu_max_isa={isa}"))
 
 
-def in_a_process(dtype, flags):
+def in_a_process(dtype, flags, form="int8"):
     """The decode program of a process of its own, which XLA's flags are read by."""
-    command = [sys.executable, programs.__file__, dtype]
+    command = [sys.executable, programs.__file__, dtype, form]
     env = os.environ | {"XLA_FLAGS": flags}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -129,7 +145,7 @@ def test_a_step_of_a_real_model_multiplies_eight_bits_as_they_are():
     of, text = decode_step_of_a_real_model()
     assert len(programs.matrices(of)) == 4 * 30 + 1
     # The head's sums by group are larger than a group of the smallest matrix, not than all of it.
-    holds_eight_bits(of, text, min(w.values.size for w in programs.matrices(of)))
+    sums_eight_bits(of, text, min(w.values.size for w in programs.matrices(of)))
 
 
 @pytest.mark.model

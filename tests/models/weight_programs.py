@@ -1,7 +1,7 @@
 """Programs of a small decoder by the type of its weights, compiled without weights.
 
 Its matrices are far larger than all else that a decode step holds. As a program of its own it says
-how a process with other XLA_FLAGS compiles the step: `python weight_programs.py bf16`.
+how a process with other XLA_FLAGS compiles the step: `python weight_programs.py int8 sum`.
 """
 
 import dataclasses
@@ -95,4 +95,5 @@ def _compiled(device, wanted) -> jax.stages.Compiled:
 
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
-    print(json.dumps(decode_program(small(sys.argv[1])).as_text()))
+    dtype, form = sys.argv[1:]
+    print(json.dumps(decode_program(by_form(small(dtype), form)).as_text()))
