@@ -74,7 +74,7 @@ def test_a_form_that_it_measures_as_faster_is_taken_from_then_on(
     measured["sum"] = 0.5
     for _ in range(2):
         lines = kvrt("doctor").out.decode()
-        assert "products   of int8 weights: int8 to 8 tokens" in lines and "--dtype" not in lines
+        assert "products   of int8 weights: int8 to 4 tokens" in lines and "--dtype" not in lines
     measured["f32"] = 0.15
     assert "no form of int8 is faster than f32 here: use --dtype f32" in kvrt("doctor").out.decode()
 

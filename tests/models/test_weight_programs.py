@@ -64,7 +64,7 @@ _SUM = re.compile(r"= \(s32\[[^)]*\) reduce\(.*dimensions=\{2\}")
 def test_a_step_multiplies_eight_bits_as_they_are():
     of = programs.small("int8")
     groups = sorted(w.values.shape[0] for w in programs.matrices(of))
-    assert groups == [1, 1, 1, 1, 2]
+    assert groups == [3, 3, 3, 3, 8]
     sums_eight_bits(of, programs.decode_program(of).as_text())
     holds_eight_bits(of, programs.decode_program(programs.by_form(of, "int8")).as_text())
 

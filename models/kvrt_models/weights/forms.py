@@ -1,6 +1,7 @@
 """The form of an eight-bit product by its number of tokens: a fixed rule of processor features."""
 
 import importlib.metadata
+from collections.abc import Mapping
 from pathlib import Path
 
 import xxhash
@@ -9,13 +10,9 @@ from kvrt_models.layers.int8 import Forms, Limits
 from kvrt_models.weights import measured_forms
 from kvrt_models.weights.measured_forms import Few
 
-# Features of processors that multiply and add eight-bit integers in one instruction.
-_VNNI = frozenset({"avx512_vnni", "avx_vnni"})
-# Measured on Zen 4 with jaxlib 0.10.2. `Forms()` was measured on Zen 3, which has no VNNI.
-_WITH_VNNI = Forms(
-    whole=((8, "sum"), (64, "int8"), (1 << 30, "f32")),
-    pieces=((8, "sum"), (32, "int8"), (1 << 30, "f32")),
-)
+# Tokens up to which a form is taken, measured on Zen 4 with jaxlib 0.10.2 and 64 inputs a scale; the
+# rest are multiplied with widened weights.
+_MOST_TOKENS: Mapping[Few, int] = {"sum": 8, "int8": 4}
 # Features with which LLVM makes widening multiply-adds of an integer sum; measured on x86 alone.
 _MULTIPLY_ADD = frozenset({"avx2", "avx512bw"})
 # Versions of jaxlib whose XLA leaves that sum as it is, from the first to before the second.
@@ -39,13 +36,8 @@ def few_by_processor() -> Few:
 
 
 def _forms(few: Few) -> Forms:
-    forms = _WITH_VNNI if _VNNI & set(_features()) else Forms()
-
-    def limits(of: Limits) -> Limits:
-        (most, _), after, *rest = of
-        return (after, *rest) if after[1] == few else ((most, few), after, *rest)
-
-    return Forms(whole=limits(forms.whole), pieces=limits(forms.pieces))
+    limits: Limits = ((_MOST_TOKENS[few], few), (1 << 30, "f32"))
+    return Forms(whole=limits, pieces=limits)
 
 
 def processor() -> str:
