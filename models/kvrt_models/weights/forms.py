@@ -10,8 +10,8 @@ from kvrt_models.layers.int8 import Forms, Limits
 from kvrt_models.weights import measured_forms
 from kvrt_models.weights.measured_forms import Few
 
-# Tokens up to which a form is taken, measured on Zen 4 with jaxlib 0.10.2 and 64 inputs a scale; the
-# rest are multiplied with widened weights.
+# Tokens up to which a form is taken (Zen 4, jaxlib 0.10.2, 64 inputs a scale); products of more are
+# computed with widened weights.
 _MOST_TOKENS: Mapping[Few, int] = {"sum": 8, "int8": 4}
 # Features with which LLVM makes widening multiply-adds of an integer sum; measured on x86 alone.
 _MULTIPLY_ADD = frozenset({"avx2", "avx512bw"})
