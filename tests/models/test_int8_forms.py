@@ -55,19 +55,19 @@ def test_a_clear_measurement_overrules_the_rule_for_later_starts(monkeypatch, tm
     monkeypatch.setenv("KVRT_CACHE", str(tmp_path))
     monkeypatch.setattr(forms, "_features", lambda: ["avx2"])
     assert forms_here() == forms_by_processor()
-    measured_forms.keep(ms, "sum", forms.processor())
+    measured_forms.keep_fastest(ms, "sum", forms.processor())
     assert forms_here().of(1, in_pieces=False) == few
     assert forms_by_processor().of(1, in_pieces=False) == "sum"
     monkeypatch.setattr(forms, "_features", lambda: ["avx2", "avx512bw"])
     assert forms_here() == forms_by_processor()
     monkeypatch.setattr(forms, "_features", lambda: ["avx2"])
-    measured_forms.keep({"sum": 1.0, "int8": 1.0}, "sum", forms.processor())
+    measured_forms.keep_fastest({"sum": 1.0, "int8": 1.0}, "sum", forms.processor())
     assert forms_here() == forms_by_processor() and not list(tmp_path.glob("weights/*.json"))
 
 
 def test_a_damaged_measurement_counts_for_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("KVRT_CACHE", str(tmp_path))
-    measured_forms.keep({"sum": 9.0, "int8": 1.0}, "sum", "here")
+    measured_forms.keep_fastest({"sum": 9.0, "int8": 1.0}, "sum", "here")
     (path,) = tmp_path.glob("weights/*.json")
     assert measured_forms.kept("here") == "int8"
     for text in ("", "[]", "{}", path.read_text().replace("int8", "f64")):

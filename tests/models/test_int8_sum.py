@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvrt_models.layers import int8_sum
+from kvrt_models.layers.sums import int8_sum
 from tests.marks import slow
 
 OPTIMISED = True  # see conftest.py: programs as users have them

@@ -3,7 +3,7 @@
 Consecutive inputs of an output are a group with one scale. Every form multiplies the same integers
 with activations of at least 15 bits, so that a token's logits hardly depend on how many tokens came
 with it: prefill, decoding and the verification of drafts agree. Few tokens are summed as integers
-(`int8_sum.py`), each with the same bits whatever came with it.
+(`sums/int8_sum.py`), each with the same bits whatever came with it.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from kvrt.arrays import Array, Float, Int, Shaped, state
-from kvrt_models.layers.int8_sum import largest, sum_product
+from kvrt_models.layers.sums.int8_sum import largest, sum_product
 
 Form = Literal["sum", "int8", "bf16", "f32"]
 # Inputs that share a scale, at least and at most.

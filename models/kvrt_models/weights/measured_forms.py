@@ -49,7 +49,7 @@ def measure() -> dict[str, float]:
     return {name: min(took) / _N_MATRICES * 1e3 for name, took in times.items()}
 
 
-def keep(ms: Mapping[str, float], rule: Few, processor: str) -> None:
+def keep_fastest(ms: Mapping[str, float], rule: Few, processor: str) -> None:
     """Keeps the fastest form for later starts, or forgets what was kept where the rule's serves.
 
     Args:
