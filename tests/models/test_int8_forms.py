@@ -69,10 +69,10 @@ def test_a_damaged_measurement_counts_for_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("KVRT_CACHE", str(tmp_path))
     measured_forms.keep_fastest({"sum": 9.0, "int8": 1.0}, "sum", "here")
     (path,) = tmp_path.glob("weights/*.json")
-    assert measured_forms.kept("here") == "int8"
+    assert measured_forms.kept_fastest("here") == "int8"
     for text in ("", "[]", "{}", path.read_text().replace("int8", "f64")):
         path.write_text(text)
-        assert measured_forms.kept("here") is None
+        assert measured_forms.kept_fastest("here") is None
 
 
 def test_every_form_is_measured(monkeypatch):

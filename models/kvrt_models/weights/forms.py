@@ -21,7 +21,7 @@ _SUMMING = ((0, 10), (0, 13))
 
 def forms_here() -> Forms:
     """The forms of products on this machine: the rule, unless `kvrt doctor` found it slower."""
-    return _forms(measured_forms.kept(processor()) or few_by_processor())
+    return _forms(measured_forms.kept_fastest(processor()) or few_by_processor())
 
 
 def forms_by_processor() -> Forms:

@@ -68,7 +68,7 @@ def keep_fastest(ms: Mapping[str, float], rule: Few, processor: str) -> None:
         atomic.replace(path, lambda fd: atomic.write_at(fd, data, 0))
 
 
-def kept(processor: str) -> Few | None:
+def kept_fastest(processor: str) -> Few | None:
     """The form that was kept for this processor; None is that of the rule."""
     try:
         path: Path = cache_dir() / FOLDER / _NAME
