@@ -25,7 +25,7 @@ SIZES = {
     "hidden_size": 288,
     "intermediate_size": 512,
     "num_attention_heads": 9,
-    "num_key_value_heads": 3,
+    "num_key_value_heads": 1,
     "head_dim": 32,
     "vocab_size": 1024,
     "tie_word_embeddings": True,
