@@ -23,7 +23,8 @@ from kvrt.errors import UsageError
 from kvrt.program.layout import Layout, cell_layout
 from kvrt_models import load
 from kvrt_models.decoder import Decoder
-from kvrt_models.weights.forms import forms_by_processor, forms_line
+from kvrt_models.weights import forms, measured_forms
+from kvrt_models.weights.forms import forms_line
 from kvrt_models.weights.int8_weights import kept_bytes
 
 # Of models of today, where none is named.
@@ -81,6 +82,7 @@ def _found(choice: AttentionChoice) -> dict[str, Any]:
     """All that is said, by name."""
     device, free = jax.devices()[0], startup.available_bytes()
     on_cpu = jax.default_backend() == "cpu"
+    ms = _measured() if on_cpu else None
     return {
         "kvrt": kvrt.version(),
         "python": platform.python_version(),
@@ -93,8 +95,16 @@ def _found(choice: AttentionChoice) -> dict[str, Any]:
         "programs": jax.config.jax_compilation_cache_dir,  # pyright: ignore[reportAttributeAccessIssue]
         "attention": dataclasses.asdict(choice),
         "int8_weights": _weights(),
-        "int8_products": forms_line(forms_by_processor()) if on_cpu else None,
+        "int8_products": forms_line(forms.forms_here()) if on_cpu else None,
+        "int8_product_ms": ms,
     }
+
+
+def _measured() -> dict[str, float]:
+    """Milliseconds of a product of one token by form; the fastest form is kept for later runs."""
+    ms = measured_forms.measure()
+    measured_forms.keep_fastest(ms, forms.few_by_processor(), forms.processor())
+    return {name: round(x, 4) for name, x in ms.items()}
 
 
 def _weights() -> dict[str, Any] | None:
@@ -123,7 +133,16 @@ def _text(found: dict[str, Any]) -> str:
             f"{show_size(kept['n_bytes'])} of int8 in {kept['folder']}" if kept else "not kept",
         ),
         ("products", found["int8_products"] and f"of int8 weights: {found['int8_products']}"),
+        ("measured", found["int8_product_ms"] and _measured_line(found["int8_product_ms"])),
         ("attention", str(AttentionChoice(**found["attention"]))),
     ]
     rows = [(name, value) for name, value in rows if value]
     return table(("", ""), rows)
+
+
+def _measured_line(ms: dict[str, float]) -> str:
+    """A product of one token by form, and what to do where float32 is the fastest."""
+    line = ", ".join(f"{name} {x:.3f} ms" for name, x in ms.items())
+    slow = min(ms, key=ms.__getitem__) == "f32"
+    advice = "; no form of int8 is faster than f32 here: use --dtype f32"
+    return f"a product of one token: {line}" + (advice if slow else "")

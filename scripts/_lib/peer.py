@@ -59,8 +59,10 @@ class Timings:
 
 
 def model_file(name: str, dtype: str) -> Path:
-    """The model with its matrices as `dtype`, written once beside the fetched one."""
+    """The model with its matrices as `dtype`, written once; "file" is the fetched one as it is."""
     source = Path(hub.resolve(name))
+    if dtype == "file":
+        return source
     path = hub.cache_dir() / "peer" / f"{source.stem}-{dtype}.gguf"
     if not path.exists():
         path.parent.mkdir(exist_ok=True)

@@ -12,9 +12,20 @@ from kvrt.cli.batch.digest import Digests
 from kvrt.cli.commands import COMMANDS
 from kvrt.cli.flags.parse import parse_flags
 from kvrt.cli.process import status
-from kvrt_models.weights import forms
+from kvrt_models.weights import forms, measured_forms
 
 SAID = "chunked: no kernel for cpu"
+
+
+MS = {"sum": 0.1, "int8": 0.2, "f32": 0.4}
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch):
+    """What a measurement finds."""
+    found = dict(MS)
+    monkeypatch.setattr(measured_forms, "measure", lambda: found)
+    return found
 
 
 @pytest.fixture
@@ -38,7 +49,8 @@ def test_it_says_what_there_is_and_what_computes_attention(kvrt, cache):
     assert (done.code, done.err) == (0, "")
     rows = dict(line.split(maxsplit=1) for line in done.out.decode().splitlines())
     assert (
-        list(rows) == "kvrt JAX platform devices memory programs weights products attention".split()
+        list(rows)
+        == "kvrt JAX platform devices memory programs weights products measured attention".split()
     )
     assert rows["platform"] == "cpu" and rows["attention"] == SAID
     assert rows["programs"] == str(cache / "xla")
@@ -46,9 +58,25 @@ def test_it_says_what_there_is_and_what_computes_attention(kvrt, cache):
     found = json.loads(kvrt("doctor", "--json").out)
     assert found["attention"] == {"implementation": "chunked", "reason": "no kernel for cpu"}
     assert found["devices"] == ["cpu"] * len(found["devices"]) and found["free_bytes"] > 0
-    line = forms.forms_line(forms.forms_by_processor())
+    line = forms.forms_line(forms.forms_here())
     assert (rows["products"], found["int8_products"]) == (f"of int8 weights: {line}", line)
+    assert rows["measured"] == "a product of one token: sum 0.100 ms, int8 0.200 ms, f32 0.400 ms"
+    assert found["int8_product_ms"] == MS
     assert rows["kvrt"].startswith(found["kvrt"]) and rows["JAX"].startswith(found["jax"])
+
+
+def test_a_form_that_it_measures_as_faster_is_taken_from_then_on(
+    kvrt, monkeypatch, tmp_path, measured
+):
+    monkeypatch.setenv("KVRT_CACHE", str(tmp_path))
+    monkeypatch.setattr(forms, "_features", lambda: ["avx2"])
+    assert "products   of int8 weights: sum to 8 tokens" in kvrt("doctor").out.decode()
+    measured["sum"] = 0.5
+    for _ in range(2):
+        lines = kvrt("doctor").out.decode()
+        assert "products   of int8 weights: int8 to 4 tokens" in lines and "--dtype" not in lines
+    measured["f32"] = 0.15
+    assert "no form of int8 is faster than f32 here: use --dtype f32" in kvrt("doctor").out.decode()
 
 
 def test_it_says_how_much_room_kept_weights_take(kvrt, monkeypatch, tmp_path):

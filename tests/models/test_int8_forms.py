@@ -6,8 +6,8 @@ import pytest
 
 from kvrt_models import load
 from kvrt_models.layers.int8 import Forms, Int8Matrix
-from kvrt_models.weights import forms, loading
-from kvrt_models.weights.forms import forms_by_processor, forms_line
+from kvrt_models.weights import forms, loading, measured_forms
+from kvrt_models.weights.forms import forms_by_processor, forms_here, forms_line
 from tests.peer import tiny_gguf
 
 FORMS = Forms(whole=((11, "int8"), (64, "bf16"), (1 << 30, "f32")), pieces=((1 << 30, "int8"),))
@@ -20,12 +20,65 @@ def test_a_form_is_taken_up_to_its_limit():
 
 
 @pytest.mark.parametrize(
-    ("flags", "most"), [("fma avx2 avx512_vnni", 64), ("avx_vnni", 64), ("fma avx2", 6), ("", 6)]
+    ("flags", "few", "most"),
+    [
+        ("fma avx2 avx512_vnni", "sum", 8),
+        ("avx_vnni", "int8", 4),
+        ("avx2", "sum", 8),
+        ("", "int8", 4),
+    ],
 )
-def test_the_processor_decides(monkeypatch, flags, most):
+def test_the_processor_decides(monkeypatch, flags, few, most):
     monkeypatch.setattr(forms, "_features", flags.split)
     found = forms_by_processor()
-    assert found.of(most, in_pieces=False) == "int8" != found.of(most + 1, in_pieces=False)
+    for in_pieces in (False, True):
+        assert found.of(1, in_pieces=in_pieces) == found.of(most, in_pieces=in_pieces) == few
+        assert found.of(most + 1, in_pieces=in_pieces) == "f32"
+
+
+@pytest.mark.parametrize(("jaxlib", "few"), [((0, 9), "int8"), ((0, 12), "sum"), ((0, 13), "int8")])
+def test_the_version_of_jaxlib_decides(monkeypatch, jaxlib, few):
+    monkeypatch.setattr(forms, "_features", lambda: ["avx2"])
+    monkeypatch.setattr(forms, "_jaxlib", lambda: jaxlib)
+    assert forms_by_processor().of(1, in_pieces=False) == few
+
+
+@pytest.mark.parametrize(
+    ("ms", "few"),
+    [
+        ({"sum": 1.0, "int8": 0.8}, "int8"),
+        ({"sum": 1.0, "int8": 0.9}, "sum"),
+        ({"sum": 1.0, "int8": 5.0}, "sum"),
+    ],
+)
+def test_a_clear_measurement_overrules_the_rule_for_later_starts(monkeypatch, tmp_path, ms, few):
+    monkeypatch.setenv("KVRT_CACHE", str(tmp_path))
+    monkeypatch.setattr(forms, "_features", lambda: ["avx2"])
+    assert forms_here() == forms_by_processor()
+    measured_forms.keep_fastest(ms, "sum", forms.processor())
+    assert forms_here().of(1, in_pieces=False) == few
+    assert forms_by_processor().of(1, in_pieces=False) == "sum"
+    monkeypatch.setattr(forms, "_features", lambda: ["avx2", "avx512bw"])
+    assert forms_here() == forms_by_processor()
+    monkeypatch.setattr(forms, "_features", lambda: ["avx2"])
+    measured_forms.keep_fastest({"sum": 1.0, "int8": 1.0}, "sum", forms.processor())
+    assert forms_here() == forms_by_processor() and not list(tmp_path.glob("weights/*.json"))
+
+
+def test_a_damaged_measurement_counts_for_nothing(monkeypatch, tmp_path):
+    monkeypatch.setenv("KVRT_CACHE", str(tmp_path))
+    measured_forms.keep_fastest({"sum": 9.0, "int8": 1.0}, "sum", "here")
+    (path,) = tmp_path.glob("weights/*.json")
+    assert measured_forms.kept_fastest("here") == "int8"
+    for text in ("", "[]", "{}", path.read_text().replace("int8", "f64")):
+        path.write_text(text)
+        assert measured_forms.kept_fastest("here") is None
+
+
+def test_every_form_is_measured(monkeypatch):
+    monkeypatch.setattr(measured_forms, "_SIZE", (24, 64))
+    found = measured_forms.measure()
+    assert list(found) == ["sum", "int8", "f32"] and min(found.values()) > 0
 
 
 def test_an_opened_model_has_the_forms_of_the_processor(
@@ -34,7 +87,7 @@ def test_an_opened_model_has_the_forms_of_the_processor(
     path = tiny_gguf.write_gguf(tmp_path / "tiny.gguf", tiny_gguf.TinyModel(n_layers=1))
     monkeypatch.setenv("KVRT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(loading, "_LEAST_CHOSEN", 0)
-    monkeypatch.setattr(forms, "_features", lambda: ["avx_vnni"])
+    monkeypatch.setattr(forms, "_features", lambda: ["neon"])
     shapes = load.open_model(path, dtype="int8").weights.shapes.values()
     matrices = [x for x in shapes if isinstance(x, Int8Matrix)]
     assert {x.forms for x in matrices} == {forms_by_processor()} != {Forms()}
@@ -44,4 +97,4 @@ def test_people_are_told():
     whole = "int8 to 11 tokens, bf16 to 64, then f32"
     assert forms_line(FORMS) == f"{whole}; large matrices: always int8"
     fixed = forms_line(Forms(whole=((1 << 30, "f32"),)))
-    assert fixed == "always f32; large matrices: int8 to 24 tokens, then f32"
+    assert fixed == "always f32; large matrices: sum to 8 tokens, then f32"

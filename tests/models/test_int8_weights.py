@@ -178,6 +178,17 @@ def test_a_file_that_does_not_serve_is_made_anew(model, cache, monkeypatch, chan
     assert_equal(start(model), first)
 
 
+def test_weights_in_other_groups_are_made_anew(model, cache, monkeypatch):
+    with monkeypatch.context() as former:
+        former.setattr(int8, "inputs_per_scale", lambda n_inputs: n_inputs // 2)
+        before = start(model)
+    lines = []
+    now = start(model, lines)
+    assert len(lines) == 1 and "made by another rule; they are quantized anew" in lines[0]
+    assert now[DOWN].values.shape[-1] == 2 * before[DOWN].values.shape[-1]
+    assert_equal(start(model), now)
+
+
 def changed(model):
     """Another weight in the same file."""
     info = gguf.open_gguf(model).tensors[DOWN]

@@ -7,6 +7,7 @@ jaxlib without YNNPACK fails here, and should: eight bits a weight would then be
 
 import collections
 import functools
+import re
 
 import hlo
 import jax
@@ -47,12 +48,26 @@ def holds_eight_bits(of, text, n_least=None):
     assert collections.Counter(hlo.products(text, "s8")) == counted(programs.matrices(of))
 
 
+def sums_eight_bits(of, text, n_least=None):
+    """One sum of several operands for each matrix, and no array as large outside of it."""
+    large = [
+        x for x in hlo.instructions(text) if x.size >= (n_least or programs.smallest_product(of))
+    ]
+    assert {x.dtype for x in large if not x.inside} == {"s8"}
+    assert len(_SUM.findall(text)) == len(programs.matrices(of))
+
+
+# A reduction of several operands that makes integers.
+_SUM = re.compile(r"= \(s32\[[^)]*\) reduce\(.*dimensions=\{2\}")
+
+
 @pytest.mark.slow
 def test_a_step_multiplies_eight_bits_as_they_are():
     of = programs.small("int8")
     groups = sorted(w.values.shape[0] for w in programs.matrices(of))
-    assert groups == [1, 1, 1, 1, 2]
-    holds_eight_bits(of, programs.decode_program(of).as_text())
+    assert groups == [3, 3, 3, 3, 8]
+    sums_eight_bits(of, programs.decode_program(of).as_text())
+    holds_eight_bits(of, programs.decode_program(programs.by_form(of, "int8")).as_text())
 
 
 @pytest.mark.slow
@@ -73,7 +88,7 @@ DOT, SUM = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT", "LIBRARY_FUSION_TYPE_REDUCE"
 )
 def test_the_guard_sees_what_a_flag_takes_away(dtype, fusions):
     """Without the fusion that each path hangs on, matrices are widened, and are found here."""
-    of = programs.small(dtype)
+    of = programs.by_form(programs.small(dtype), "int8")
     text = compiled_with(of, xla_cpu_experimental_ynn_fusion_type=fusions)
     found = widened(text, programs.smallest_product(of))
     print({x.shape for x in found})
@@ -85,7 +100,8 @@ def test_the_guard_sees_what_a_flag_takes_away(dtype, fusions):
 @pytest.mark.parametrize("isa", ["SSE4_2", "AVX2"])
 def test_a_processor_with_fewer_instructions_has_the_same_program(isa):
     of = programs.small("int8")
-    holds_eight_bits(of, compiled_with(of, xla_cpu_max_isa=isa))
+    sums_eight_bits(of, compiled_with(of, xla_cpu_max_isa=isa))
+    holds_eight_bits(of, compiled_with(programs.by_form(of, "int8"), xla_cpu_max_isa=isa))
 
 
 def compiled_with(of, **options):
@@ -101,10 +117,13 @@ def compiled_with(of, **options):
         return programs.prompt_program(of, 1).as_text()
 
 
-# Every form, and both numbers of tokens.
-N_TOKENS = {"f32": N_PROMPT, "bf16": N_PROMPT, "int8": 32}
+# Every form, and both numbers of tokens; no program sums so many.
+N_TOKENS = {"f32": N_PROMPT, "bf16": N_PROMPT, "int8": 32, "sum": 8}
 SOME = [
-    (slow if n == N_TOKENS[form] else full)(form, n) for form in int8.FORMS for n in (N_PROMPT, 32)
+    (slow if n == N_TOKENS[form] else full)(form, n)
+    for form in int8.FORMS
+    for n in (N_PROMPT, 32, 8)
+    if n <= 8 or form != "sum"
 ]
 
 
@@ -153,7 +172,7 @@ def test_a_step_of_a_real_model_multiplies_eight_bits_as_they_are():
     of, text = decode_step_of_a_real_model()
     assert len(programs.matrices(of)) == 4 * 30 + 1
     # The head's sums by group are larger than a group of the smallest matrix, not than all of it.
-    holds_eight_bits(of, text, min(w.values.size for w in programs.matrices(of)))
+    sums_eight_bits(of, text, min(w.values.size for w in programs.matrices(of)))
 
 
 @pytest.mark.model

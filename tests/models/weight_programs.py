@@ -18,12 +18,12 @@ from kvrt_models.layers.int8 import Form, Forms, Int8Matrix
 from kvrt_models.load import Described, describe_model
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
-# Two groups of inputs for each output of `down`, one for the others.
+# Eight groups of inputs for each output of `down`, three for the others.
 SIZES = {
     "hidden_size": 288,
     "intermediate_size": 512,
     "num_attention_heads": 9,
-    "num_key_value_heads": 3,
+    "num_key_value_heads": 1,
     "head_dim": 32,
     "vocab_size": 1024,
     "tie_word_embeddings": True,

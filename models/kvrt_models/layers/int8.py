@@ -2,7 +2,8 @@
 
 Consecutive inputs of an output are a group with one scale. Every form multiplies the same integers
 with activations of at least 15 bits, so that a token's logits hardly depend on how many tokens came
-with it: prefill, decoding and the verification of drafts agree.
+with it: prefill, decoding and the verification of drafts agree. Few tokens are summed as integers
+(`sums/int8_sum.py`), each with the same bits whatever came with it.
 """
 
 import dataclasses
@@ -16,15 +17,17 @@ import numpy as np
 from jax import lax
 
 from kvrt.arrays import Array, Float, Int, Shaped, state
+from kvrt_models.layers.sums.int8_sum import largest, sum_product
 
-Form = Literal["int8", "bf16", "f32"]
-# Inputs that share a scale, at most and at least. Those of 288 and 256 cost what a scale a row
-# does; 96 and 64 cost 1.3 times that where both cores are free, for there are more partial sums.
-_MOST_INPUTS, _LEAST_INPUTS = 320, 64
+Form = Literal["sum", "int8", "bf16", "f32"]
+# Inputs that share a scale, at least and at most.
+_LEAST_INPUTS, _MOST_INPUTS = 64, 320
 # Weights that are widened at a time: 1 MB of float32, which a core's second cache holds.
 MOST_WIDENED = 1 << 18
 # The steps of a remainder in one step of an activation's first eight bits.
 _STEPS = 254
+# Forms that read the integers as they are.
+_NOT_WIDENED = frozenset({"sum", "int8"})
 
 
 # Each form with the most tokens it is taken for, ascending; the last takes the rest.
@@ -40,8 +43,8 @@ class Forms:
       pieces: for larger ones, which are widened piece by piece.
     """
 
-    whole: Limits = ((6, "int8"), (48, "bf16"), (1 << 30, "f32"))
-    pieces: Limits = ((24, "int8"), (1 << 30, "f32"))
+    whole: Limits = ((8, "sum"), (1 << 30, "f32"))
+    pieces: Limits = ((8, "sum"), (1 << 30, "f32"))
 
     def of(self, n_tokens: int, *, in_pieces: bool) -> Form:
         """The form of a product of that many tokens."""
@@ -79,8 +82,11 @@ Multiply = Callable[[Array, Int8Matrix], Array]
 
 
 def inputs_per_scale(n_inputs: int) -> int:
-    """Inputs that share a scale: as many as cost nothing, all where no such number divides them."""
-    sizes = range(_MOST_INPUTS, _LEAST_INPUTS - 1, -16)
+    """Inputs that share a scale: 64, or the next multiple of 16 to 320 that divides them, or all.
+
+    On Zen 4 a token's products take as long with 64 as with 288, and lose half as much.
+    """
+    sizes = range(_LEAST_INPUTS, _MOST_INPUTS + 1, 16)
     return next((g for g in sizes if n_inputs % g == 0), n_inputs)
 
 
@@ -139,7 +145,7 @@ def int8_product(x: Float[Array, "T I"], matrix: Int8Matrix) -> Float[Array, "T 
 def by_form(form: Form, x: Float[Array, "T I"], matrix: Int8Matrix) -> Float[Array, "T O"]:
     """The product in one form; a large matrix is widened piece by piece."""
     multiply, size = FORMS[form], piece_size(matrix)
-    if size is None or form == "int8":
+    if size is None or form in _NOT_WIDENED:
         return multiply(x, matrix)
     return _in_pieces(multiply, size, x, matrix)
 
@@ -163,7 +169,7 @@ def _by_int8(x: Array, matrix: Int8Matrix) -> Array:
 
     On CPU YNNPACK takes no product with a single column, and up to four cost the same.
     """
-    most = _largest(x)
+    most = largest(x)
     scaled = _grouped(x * jnp.where(most > 0, 127 / most, 0.0)[:, None], matrix)
     first = jnp.round(scaled)
     rest = jnp.round((scaled - first) * _STEPS)
@@ -171,15 +177,6 @@ def _by_int8(x: Array, matrix: Int8Matrix) -> Array:
     first, rest = jnp.split(sums, 2, axis=2)
     y = _scaled_sum(first * _STEPS + rest, matrix.scale)
     return y.T * (most * (1 / (127 * _STEPS)))[:, None]
-
-
-def _largest(x: Float[Array, "T I"]) -> Float[Array, " T"]:
-    """The greatest magnitude of each row, NaN where it has one.
-
-    Taken of their bits, which are ordered as they are: on CPU a maximum of floats may skip a NaN.
-    """
-    bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
-    return lax.bitcast_convert_type(jnp.max(bits, axis=1), jnp.float32)
 
 
 def _by_bf16(x: Array, matrix: Int8Matrix) -> Array:
@@ -217,7 +214,12 @@ def _in_pieces(multiply: Multiply, size: int, x: Array, matrix: Int8Matrix) -> A
     return lax.fori_loop(0, n_outputs // size, piece, out)
 
 
+def _by_sum(x: Array, matrix: Int8Matrix) -> Array:
+    return sum_product(x, matrix.values, matrix.scale)
+
+
 FORMS: dict[Form, Multiply] = {
+    "sum": _by_sum,
     "int8": _by_int8,
     "bf16": _by_bf16,
     "f32": _by_f32,

@@ -1,18 +1,49 @@
 """The form of an eight-bit product by its number of tokens: a fixed rule of processor features."""
 
+import importlib.metadata
+from collections.abc import Mapping
 from pathlib import Path
 
-from kvrt_models.layers.int8 import Forms, Limits
+import xxhash
 
-# Features of processors that multiply and add eight-bit integers in one instruction.
-_VNNI = frozenset({"avx512_vnni", "avx_vnni"})
-# Measured on Zen 4 with jaxlib 0.10.2. `Forms()` was measured on Zen 3, which has no VNNI.
-_WITH_VNNI = Forms(whole=((64, "int8"), (1 << 30, "f32")), pieces=((32, "int8"), (1 << 30, "f32")))
+from kvrt_models.layers.int8 import Forms, Limits
+from kvrt_models.weights import measured_forms
+from kvrt_models.weights.measured_forms import Few
+
+# Tokens up to which a form is taken (Zen 4, jaxlib 0.10.2, 64 inputs a scale); products of more are
+# computed with widened weights.
+_MOST_TOKENS: Mapping[Few, int] = {"sum": 8, "int8": 4}
+# Features with which LLVM makes widening multiply-adds of an integer sum; measured on x86 alone.
+_MULTIPLY_ADD = frozenset({"avx2", "avx512bw"})
+# Versions of jaxlib whose XLA leaves that sum as it is, from the first to before the second.
+_SUMMING = ((0, 10), (0, 13))
+
+
+def forms_here() -> Forms:
+    """The forms of products on this machine: the rule, unless `kvrt doctor` found it slower."""
+    return _forms(measured_forms.kept_fastest(processor()) or few_by_processor())
 
 
 def forms_by_processor() -> Forms:
-    """The forms of products on this processor; nothing is measured."""
-    return _WITH_VNNI if _VNNI & set(_features()) else Forms()
+    """The forms by the rule of processor and jaxlib; nothing is measured."""
+    return _forms(few_by_processor())
+
+
+def few_by_processor() -> Few:
+    """The form of products of few tokens by that rule."""
+    sums = _MULTIPLY_ADD & set(_features()) and _SUMMING[0] <= _jaxlib() < _SUMMING[1]
+    return "sum" if sums else "int8"
+
+
+def _forms(few: Few) -> Forms:
+    limits: Limits = ((_MOST_TOKENS[few], few), (1 << 30, "f32"))
+    return Forms(whole=limits, pieces=limits)
+
+
+def processor() -> str:
+    """What a measurement holds for: features of the processor, and the version of jaxlib."""
+    said = " ".join([*sorted(_features()), *map(str, _jaxlib())])
+    return xxhash.xxh3_128_hexdigest(said.encode())
 
 
 def forms_line(forms: Forms) -> str:
@@ -24,6 +55,11 @@ def _limits_line(limits: Limits) -> str:
     *parts, (_, last) = limits
     told = [f"{form} to {most}" + ("" if i else " tokens") for i, (most, form) in enumerate(parts)]
     return ", ".join([*told, f"then {last}"]) if told else f"always {last}"
+
+
+def _jaxlib() -> tuple[int, ...]:
+    """The first two numbers of jaxlib's version."""
+    return tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2]))
 
 
 def _features() -> list[str]:

@@ -15,7 +15,7 @@ from kvrt_models.layers.linear import Matrix
 from kvrt_models.layers.tensors import is_matrix, weight_parts, weight_shape
 from kvrt_models.spec import DecoderSpec
 from kvrt_models.weights import int8_weights
-from kvrt_models.weights.forms import forms_by_processor
+from kvrt_models.weights.forms import forms_here
 from kvrt_models.weights.int8_weights import Watch
 from kvrt_models.weights.shapes import weight_shapes
 from kvrt_models.weights.source import WeightSource
@@ -100,7 +100,7 @@ def _forms(of: DecoderSpec) -> Forms | None:
     sizes = [math.prod(weight_shape(of, tensors)) for tensors in weight_parts(of).values()]
     if jax.default_backend() != "cpu" or max(sizes) < _LEAST_CHOSEN:
         return None
-    return forms_by_processor()
+    return forms_here()
 
 
 def _reader(source: WeightSource, dtype: WeightType) -> Callable[[str], np.ndarray]:

@@ -1,0 +1,1 @@
+"""Products with few tokens on CPU as sums that XLA vectorizes."""
