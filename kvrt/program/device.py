@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvrt.arrays import Array, Bool
+from kvrt.arrays import Array, Bool, Float
 from kvrt.attention.choice import choose
 from kvrt.attention.choice.cases import cases_of
 from kvrt.attention.choice.decide import AttentionChoice, among_processes
@@ -121,8 +121,18 @@ class Device:
             program = self._of_step(forward, (), batch, sampler)
             logits, tokens, self.cache = self.programs.run(program)
             return logits, tokens
-        step = self.by_layer.logits
-        return self.in_order((), (batch, sampler), lambda arrays, args: step(arrays, *args))
+        return self.logits(self._rows(batch), sampler)
+
+    def logits(self, rows: Array, sampler: Sampler | None = None) -> tuple[Array, Array | None]:
+        """As `forward`, of the residual stream behind the last layer."""
+        if rows.shape[0] == 0:
+            return jnp.zeros((0, self.n_vocab), jnp.float32), None
+        return self.programs.run(self._of_rows(head, (), rows, sampler))
+
+    def _rows(self, batch: Batch) -> Array:
+        """The residual stream behind the last layer, of tokens whose logits are wanted."""
+        assert self.by_layer is not None
+        return self.in_order((), batch, self.by_layer.rows)
 
     def in_order(self, what: tuple, args: Any, walk: Callable[[Arrays, Any], Any]) -> Any:
         """Runs programs that follow one another, when all of them are compiled.
@@ -153,6 +163,11 @@ class Device:
                 return walk(arrays, args)
             finally:
                 self.cache = arrays.cache()
+
+    def _of_rows(self, run: Callable, static: tuple, rows: Any, *args: Any) -> Program:
+        """A program that takes parameters outside of layers and a stream, and whatever else."""
+        static = self.programs.kind, *static
+        return Program(run, static, (self.programs.rest, rows, *args), n_known=1)
 
     def _of_step(self, run: Callable, static: tuple, *args: Any) -> Program:
         """A program that takes parameters and the cache, and whatever else."""
@@ -234,7 +249,9 @@ class Device:
             if self.by_layer is None:
                 begin(self._of_step(forward, (), batch, None))
                 continue
-            self.by_layer.logits(Arrays(self.cache, begin), batch)
+            rows = self.by_layer.rows(Arrays(self.cache, begin), batch)
+            if rows.shape[0]:
+                begin(self._of_rows(head, (), rows, None))
 
     def sample_program(self, sampler: Sampler, n_best: int) -> Program:
         """The program of `sample` for one sequence."""
@@ -248,7 +265,8 @@ class Device:
             begin(self._of_step(decode_steps, (loop.n_best,), plan, sampler))
             return
         batch = decode_loop.batch_of(plan, 0, plan.tokens)
-        self.by_layer.logits(Arrays(self.cache, begin), batch)
+        rows = self.by_layer.rows(Arrays(self.cache, begin), batch)
+        begin(self._of_rows(head, (), rows, None))
         begin(self.sample_program(sampler, loop.n_best))
 
     def empty_round(self, size: int, stop_ids: Sequence[int], sampler: Sampler) -> RoundStep:
@@ -451,8 +469,19 @@ def _forward_by_kind(
 ) -> tuple[Array, Cache]:
     """The functions of a step by layer as one program, in which equal ones are traced once."""
     traced, arrays = TracedParams(kind, params), Arrays(cache, call_traced)
-    logits, _ = StepByLayer(traced).logits(arrays, batch)
-    return logits, arrays.cache()
+    rows = StepByLayer(traced).rows(arrays, batch)
+    model = kind.outer(traced.rest)
+    if rows.shape[0] == 0:
+        return jnp.zeros((0, model.n_vocab), jnp.float32), arrays.cache()
+    return model.head(rows), arrays.cache()
+
+
+def head(
+    kind: ModelKind, rest: tuple, rows: Float[Array, "R E"], sampler: Sampler | None
+) -> tuple[Float[Array, "R V"], Array | None]:
+    """Logits of a stream, and with a sampler a token for each row."""
+    logits = kind.outer(rest).head(rows)
+    return logits, sampler and sample.sample_tokens(logits, sampler)[0]
 
 
 def sampled(tokens: Array, source: Array) -> Array:

@@ -59,7 +59,7 @@ class LayerRange:
         """Runs the layers behind them; see `finish_layers`."""
         if self._device.by_layer is None:
             return self._run(finish_layers, batch, at, donate=(1,))
-        return self._in_order(finish_by_layer, batch, at)
+        return self._device.logits(self._in_order(finish_by_layer, batch, at))[0]
 
     def _run(self, part: Callable, batch: Batch, at: np.ndarray, donate: tuple[int, ...]) -> Any:
         device = self._device
@@ -178,12 +178,12 @@ def check_by_layer(
 def finish_by_layer(
     layers: StepByLayer, n_layers: int, arrays: Arrays, args: tuple[Batch, Any, np.ndarray]
 ) -> Any:
-    """`finish_layers` as several programs; logits, or their shape."""
+    """`finish_layers` as several programs, but for the head; the stream, or its shape."""
     batch, stream, at = args
     batch = _in_slots(layers, arrays, batch)
     x = arrays.call(Program(take_rows, (), (stream, at)))
     passed = layers.run(arrays, batch, x, layers.split(n_layers)[1])
-    return layers.finish(arrays, batch, passed)[0]
+    return layers.finish(arrays, batch, passed)
 
 
 def _in_slots(layers: StepByLayer, arrays: Arrays, batch: Batch) -> Batch:

@@ -182,7 +182,7 @@ def kernels_of_here():
 def one_layer_a_program():
     """Runs of layers are of one layer each, where kvrt would take two small ones together."""
 
-    def each(layout, kinds, select, n_each=None, weight=1):
+    def each(layout, kinds, select, n_each=None):
         return layer_runs(layout, kinds, select, 1)
 
     return mock.patch.object(by_layer, "layer_runs", each)

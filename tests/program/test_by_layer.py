@@ -288,7 +288,7 @@ def test_equal_layers_have_one_program():
     runtime = both(KindedLm(n_vocab=32, n_layers=9), n_each=None)[1]
     runtime.append(TEXT[:5])
     names = [key.name for key in runtime.programs.compiled()]
-    assert sorted(names) == ["embed_step", "finish_step", "layers"]
+    assert sorted(names) == ["embed_step", "finish_step", "head", "layers"]
     runs = runtime._cache.device.by_layer.runs
     assert len(runs) == 3 and {x.like for x in runs} == {0}
     for a, b in itertools.pairwise(runs):

@@ -1,4 +1,4 @@
-"""A step as several programs: `embed_step`, runs of layers (`runs.py`), `finish_step`.
+"""A step as several programs: `embed_step`, runs of layers (`runs.py`), `finish_step`, a head.
 
 Each run attends to old cells and to the step's own tokens and then writes its arrays, which it is
 given by donation. Cells change before the first run (those of blocks that are given out anew) and
@@ -21,19 +21,14 @@ from kvrt.attention.scored.tapped import TappedAttend
 from kvrt.attention.step_attention import StepAttention
 from kvrt.cells import Cells
 from kvrt.errors import BadConfig
-from kvrt.program import sample, step
+from kvrt.program import step
 from kvrt.program.batch import Batch, without_fresh
 from kvrt.program.layers.runs import LayerRun, LayersPart, layer_runs, layers_part, split_runs
 from kvrt.program.programs import ModelKind, Program, Programs, TracedParams
-from kvrt.program.sample import Sampler
 from kvrt.program.step import Cache, StepSpec
 from kvrt.store import kv as kv_store
 from kvrt.store.kv import KVStore
 from kvrt.store.recurrent import StateStore
-
-# Compiled layers that are worth a dispatch in a step of one token: two or three take its time, and
-# its layers compile faster than those of a prompt's steps.
-_OF_ONE = 4
 
 # Begins a program or runs it: its results, or their shapes.
 Call = Callable[[Program], Any]
@@ -127,12 +122,9 @@ class StepByLayer:
                 f"{layout.n_layers}; name each layer once, or run it with programs='whole'"
             )
         self.runs, self.exit = layer_runs(layout, params.kinds, select, n_each), layout.exit_layer
-        # Within a program that is traced nothing is dispatched.
-        weight = 1 if isinstance(programs, TracedParams) else _OF_ONE
-        self._of_one = layer_runs(layout, params.kinds, select, n_each, weight)
         self._layout, self._kinds, self._select = layout, params.kinds, select
         self._split: dict[int, tuple[tuple[LayerRun, ...], tuple[LayerRun, ...]]] = {}
-        late = [x for run in (*self.runs, *self._of_one) for x in run.part.late]
+        late = [x for run in self.runs for x in run.part.late]
         self._late = {x: layers_part(layout, x, x + 1) for x in late}
 
     @property
@@ -147,20 +139,18 @@ class StepByLayer:
             self._split[at] = found
         return self._split[at]
 
-    def logits(self, arrays: "Arrays", batch: Batch, sampler: Sampler | None = None) -> Any:
+    def rows(self, arrays: "Arrays", batch: Batch) -> Any:
         """Runs the layers over a batch.
 
         Args:
           arrays: of the cache, which get the step's tokens; or shapes.
           batch: the step's tokens.
-          sampler: samples a token of each output.
 
         Returns:
-          Logits of `batch.out_ids` and their tokens, None without a sampler; or their shapes.
+          The residual stream of `batch.out_ids`, or its shape. `[R, E]`
         """
-        runs = self._of_one if batch.tokens.size == 1 else self.runs
         x, batch = self.embed(arrays, batch)
-        return self.finish(arrays, batch, self.run(arrays, batch, x, runs), sampler)
+        return self.finish(arrays, batch, self.run(arrays, batch, x, self.runs))
 
     def embed(self, arrays: "Arrays", batch: Batch) -> tuple[Any, Batch]:
         """The residual stream before the first layer, and the batch for what follows."""
@@ -169,15 +159,12 @@ class StepByLayer:
         x, arrays.cells, batch = arrays.call(wanted)
         return x, batch
 
-    def finish(
-        self, arrays: "Arrays", batch: Batch, passed: Passed, sampler: Sampler | None = None
-    ) -> Any:
-        """As `logits`, of a stream behind the last layer; cells get the step's tokens."""
-        args = arrays.cells, self.rest, batch, passed.stream.x, sampler
-        static = self.kind, passed.is_narrow
-        wanted = Program(finish_step, static, args, donate=(0,), n_known=2)
-        logits, tokens, arrays.cells = arrays.call(wanted)
-        return logits, tokens
+    def finish(self, arrays: "Arrays", batch: Batch, passed: Passed) -> Any:
+        """The stream of `batch.out_ids` behind the last layer; cells get the step's tokens."""
+        static, args = (self.kind, passed.is_narrow), (arrays.cells, batch, passed.stream.x)
+        wanted = Program(finish_step, static, args, donate=(0,), n_known=1)
+        rows, arrays.cells = arrays.call(wanted)
+        return rows
 
     def run(
         self,
@@ -478,18 +465,16 @@ def finish_step(
     kind: ModelKind,
     is_done: bool,
     cells: tuple[Cells, ...],
-    rest: tuple,
     batch: Batch,
     x: Float[Array, "N E"],
-    sampler: Sampler | None,
-) -> tuple[Float[Array, "R V"], Array | None, tuple[Cells, ...]]:
-    """Logits of a stream, with a sampler a token of each, and cells with the step's tokens."""
-    ids, model = jnp.asarray(batch.out_ids), kind.outer(rest)
-    cells = step.place_step(cells, batch, kind.spec)
+) -> tuple[Float[Array, "R E"], tuple[Cells, ...]]:
+    """The rows of a stream whose logits are wanted, and cells with the step's tokens."""
+    ids: Int32[Array, " R"] = jnp.asarray(batch.out_ids)
     if ids.shape[0] == 0:
-        return jnp.zeros((0, model.n_vocab), jnp.float32), None, cells
-    logits = model.head(x if is_done else x[ids])
-    return logits, sampler and sample.sample_tokens(logits, sampler)[0], cells
+        x = x[:0]
+    elif not is_done:
+        x = x[ids]
+    return x, step.place_step(cells, batch, kind.spec)
 
 
 def _some_layers(

@@ -147,11 +147,7 @@ def _scored(of: ScoredGroup, first: int, last: int) -> ScoredGroup | None:
 
 
 def layer_runs(
-    layout: Layout,
-    kinds: Sequence[Hashable],
-    select: Select | None,
-    n_each: int | None = None,
-    weight: int = 1,
+    layout: Layout, kinds: Sequence[Hashable], select: Select | None, n_each: int | None = None
 ) -> tuple[LayerRun, ...]:
     """The runs of a model's layers, none of which goes beyond the last layer that keeps something.
 
@@ -160,7 +156,6 @@ def layer_runs(
       kinds: by layer, what the model says of it and of its parameters.
       select: how decode reads sparsely.
       n_each: layers of a run; None is what makes the sum of compiled layers and of runs least.
-      weight: compiled layers that a run counts for in it.
     """
     end = layout.exit_layer
 
@@ -169,7 +164,7 @@ def layer_runs(
         return _made(cuts, layout, kinds, select, {})
 
     def cost(runs: tuple[LayerRun, ...]) -> int:
-        return weight * len(runs) + sum(x.last - x.first for x in runs if x.like == x.first)
+        return len(runs) + sum(x.last - x.first for x in runs if x.like == x.first)
 
     if n_each is not None:
         return made(n_each)

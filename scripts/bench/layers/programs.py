@@ -207,8 +207,8 @@ def scan_step(
 
     n = jax.tree.leaves(stores)[0].shape[0]
     (x, stores), _ = lax.scan(body, (x, stores), (jnp.arange(n), of_layers))
-    logits, _, cells = finish_step(kind, False, cells, rest, batch, x, None)
-    return logits, (stores, cells)
+    rows, cells = finish_step(kind, False, cells, batch, x)
+    return kind.outer(rest).head(rows), (stores, cells)
 
 
 if __name__ == "__main__":
