@@ -50,11 +50,14 @@ def holds_eight_bits(of, text, n_least=None):
 
 def sums_eight_bits(of, text, n_least=None):
     """One sum of several operands for each matrix, and no array as large outside of it."""
-    large = [
-        x for x in hlo.instructions(text) if x.size >= (n_least or programs.smallest_product(of))
-    ]
+    n_least, scales = n_least or programs.smallest_product(of), scale_shapes(of)
+    large = [x for x in hlo.instructions(text) if x.size >= n_least and x.shape not in scales]
     assert {x.dtype for x in large if not x.inside} == {"s8"}
     assert len(_SUM.findall(text)) == len(programs.matrices(of))
+
+
+def scale_shapes(of):
+    return {tuple(w.scale.shape) for w in programs.matrices(of)}
 
 
 # A reduction of several operands that makes integers.
@@ -117,14 +120,10 @@ def compiled_with(of, **options):
         return programs.prompt_program(of, 1).as_text()
 
 
-# Every form, and both numbers of tokens; no program sums so many.
+# Every form, and both numbers of tokens where a form takes them.
 N_TOKENS = {"f32": N_PROMPT, "bf16": N_PROMPT, "int8": 32, "sum": 8}
-SOME = [
-    (slow if n == N_TOKENS[form] else full)(form, n)
-    for form in int8.FORMS
-    for n in (N_PROMPT, 32, 8)
-    if n <= 8 or form != "sum"
-]
+SOME = [slow(form, n) for form, n in N_TOKENS.items()]
+SOME += [full("f32", 32), full("bf16", 32), full("int8", N_PROMPT)]
 
 
 @pytest.mark.parametrize(("form", "n_tokens"), SOME)
