@@ -40,7 +40,7 @@ def written(tmp_path):
 
 
 def asked(n=4, **more):
-    draws = ({"temp": 0}, {"temp": 1.0, "seed": 5}, {"top_k": 4, "seed": 1}, {"min_p": 0.2})
+    draws = ({"temp": 0}, {"temp": 1.0, "seed": 5}, {"top_k": 5, "seed": 1}, {"min_p": 0.2})
     return [
         {"id": f"r{i}", "prompt": TEXTS[i % 4], "n_predict": 6 + 3 * i} | draws[i % 4] | more
         for i in range(n)
@@ -125,12 +125,13 @@ def test_an_endless_request_says_what_a_run_with_a_context_shift_says(batch, go,
 def test_a_request_reads_further_as_a_run_with_the_same_flags_does(batch, go, written, mode, kind):
     lines = [line | {"ignore_eos": True, "n_predict": 40} for line in asked(2)]
     flags = ["-gan", 2, "-gaw", 8, *kind]
-    # Rounds come between steps, so that a prompt is one step here as well.
+    # Rounds come between steps, so that a prompt is one step on both sides.
     done = batch("--mode", mode, *flags, "--n_batch", 16, "--stats", lines=lines)
     assert done.code == 0, done.err
     assert ("rounds of SelfExtend" in done.err) == (not kind)
+    sizes = ["--n_ubatch", 16, "--ignore_eos"]
     for line, found in zip(lines, written(), strict=True):
-        assert found["tokens"] == alone(go, line, "-c", 256, "--ignore_eos", *flags)["tokens"]
+        assert found["tokens"] == alone(go, line, "-c", 256, *sizes, *flags)["tokens"]
     fails(batch("--mode", mode, *kind, lines=lines), 2, "other flags")
     if not kind:
         both = batch(*flags, "--policy", "context_shift", lines=lines, out="both.jsonl")
