@@ -10,13 +10,12 @@ from kvrt_models.weights import forms, loading, measured_forms
 from kvrt_models.weights.forms import forms_by_processor, forms_here, forms_line
 from tests.peer import tiny_gguf
 
-FORMS = Forms(whole=((11, "int8"), (64, "bf16"), (1 << 30, "f32")), pieces=((1 << 30, "int8"),))
+FORMS = Forms(limits=((11, "sum"), (64, "int8"), (1 << 30, "f32")))
 
 
 def test_a_form_is_taken_up_to_its_limit():
-    taken = [FORMS.of(n, in_pieces=False) for n in (1, 11, 12, 64, 65, 4096)]
-    assert taken == ["int8", "int8", "bf16", "bf16", "f32", "f32"]
-    assert FORMS.of(4096, in_pieces=True) == "int8"
+    taken = [FORMS.of(n) for n in (1, 11, 12, 64, 65, 4096)]
+    assert taken == ["sum", "sum", "int8", "int8", "f32", "f32"]
 
 
 @pytest.mark.parametrize(
@@ -31,16 +30,15 @@ def test_a_form_is_taken_up_to_its_limit():
 def test_the_processor_decides(monkeypatch, flags, few, most):
     monkeypatch.setattr(forms, "_features", flags.split)
     found = forms_by_processor()
-    for in_pieces in (False, True):
-        assert found.of(1, in_pieces=in_pieces) == found.of(most, in_pieces=in_pieces) == few
-        assert found.of(most + 1, in_pieces=in_pieces) == "f32"
+    assert found.of(1) == found.of(most) == few
+    assert found.of(most + 1) == "f32"
 
 
 @pytest.mark.parametrize(("jaxlib", "few"), [((0, 9), "int8"), ((0, 12), "sum"), ((0, 13), "int8")])
 def test_the_version_of_jaxlib_decides(monkeypatch, jaxlib, few):
     monkeypatch.setattr(forms, "_features", lambda: ["avx2"])
     monkeypatch.setattr(forms, "_jaxlib", lambda: jaxlib)
-    assert forms_by_processor().of(1, in_pieces=False) == few
+    assert forms_by_processor().of(1) == few
 
 
 @pytest.mark.parametrize(
@@ -56,8 +54,8 @@ def test_a_clear_measurement_overrules_the_rule_for_later_starts(monkeypatch, tm
     monkeypatch.setattr(forms, "_features", lambda: ["avx2"])
     assert forms_here() == forms_by_processor()
     measured_forms.keep_fastest(ms, "sum", forms.processor())
-    assert forms_here().of(1, in_pieces=False) == few
-    assert forms_by_processor().of(1, in_pieces=False) == "sum"
+    assert forms_here().of(1) == few
+    assert forms_by_processor().of(1) == "sum"
     monkeypatch.setattr(forms, "_features", lambda: ["avx2", "avx512bw"])
     assert forms_here() == forms_by_processor()
     monkeypatch.setattr(forms, "_features", lambda: ["avx2"])
@@ -94,7 +92,5 @@ def test_an_opened_model_has_the_forms_of_the_processor(
 
 
 def test_people_are_told():
-    whole = "int8 to 11 tokens, bf16 to 64, then f32"
-    assert forms_line(FORMS) == f"{whole}; large matrices: always int8"
-    fixed = forms_line(Forms(whole=((1 << 30, "f32"),)))
-    assert fixed == "always f32; large matrices: sum to 8 tokens, then f32"
+    assert forms_line(FORMS) == "sum to 11 tokens, int8 to 64, then f32"
+    assert forms_line(Forms(limits=((1 << 30, "f32"),))) == "always f32"

@@ -45,8 +45,7 @@ def small(dtype: str, n_layers: int = 1) -> Described:
 
 def by_form(of: Described, form: Form) -> Described:
     """The same with every product in one form, however many tokens it has."""
-    limits = ((1 << 30, form),)
-    forms = Forms(whole=limits, pieces=limits)
+    forms = Forms(limits=((1 << 30, form),))
     weights = {
         name: dataclasses.replace(w, forms=forms) if isinstance(w, Int8Matrix) else w
         for name, w in of.weights.items()

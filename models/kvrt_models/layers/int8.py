@@ -16,21 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvrt.arrays import Array, Float, Int, Shaped, state
+from kvrt.arrays import Array, Float, Int, state
 from kvrt_models.layers.sums.int8_sum import largest, sum_product
 
-Form = Literal["sum", "int8", "bf16", "f32"]
+Form = Literal["sum", "int8", "f32"]
 # Inputs that share a scale, at least and at most.
 _LEAST_INPUTS, _MOST_INPUTS = 64, 320
 # Weights that are widened at a time: 1 MB of float32, which a core's second cache holds.
 MOST_WIDENED = 1 << 18
 # The steps of a remainder in one step of an activation's first eight bits.
 _STEPS = 254
-# Forms that read the integers as they are.
-_NOT_WIDENED = frozenset({"sum", "int8"})
-
-
-# Each form with the most tokens it is taken for, ascending; the last takes the rest.
 Limits = tuple[tuple[int, Form], ...]
 
 
@@ -39,20 +34,17 @@ class Forms:
     """Which form a product takes, by the number of its tokens; hashable, static in jit.
 
     Attributes:
-      whole: for matrices that are widened whole.
-      pieces: for larger ones, which are widened piece by piece.
+      limits: each form with the most tokens it is taken for, ascending; the last takes the rest.
     """
 
-    whole: Limits = ((8, "sum"), (1 << 30, "f32"))
-    pieces: Limits = ((8, "sum"), (1 << 30, "f32"))
+    limits: Limits = ((8, "sum"), (1 << 30, "f32"))
 
-    def of(self, n_tokens: int, *, in_pieces: bool) -> Form:
+    def of(self, n_tokens: int) -> Form:
         """The form of a product of that many tokens."""
-        limits = self.pieces if in_pieces else self.whole
-        for most, form in limits:
+        for most, form in self.limits:
             if n_tokens <= most:
                 return form
-        return limits[-1][1]
+        return self.limits[-1][1]
 
 
 @state
@@ -137,17 +129,8 @@ def int8_product(x: Float[Array, "T I"], matrix: Int8Matrix) -> Float[Array, "T 
     On CPU in the form that `matrix.forms` names. GPUs and TPUs multiply integers of eight bits
     themselves: there it is always they, and nothing is widened.
     """
-    form = matrix.forms.of(x.shape[0], in_pieces=piece_size(matrix) is not None)
-    multiply = functools.partial(by_form, form)
+    multiply = FORMS[matrix.forms.of(x.shape[0])]
     return lax.platform_dependent(x, matrix, cpu=multiply, default=_by_int8)
-
-
-def by_form(form: Form, x: Float[Array, "T I"], matrix: Int8Matrix) -> Float[Array, "T O"]:
-    """The product in one form; a large matrix is widened piece by piece."""
-    multiply, size = FORMS[form], piece_size(matrix)
-    if size is None or form in _NOT_WIDENED:
-        return multiply(x, matrix)
-    return _in_pieces(multiply, size, x, matrix)
 
 
 def piece_size(matrix: Int8Matrix) -> int | None:
@@ -173,31 +156,27 @@ def _by_int8(x: Array, matrix: Int8Matrix) -> Array:
     scaled = _grouped(x * jnp.where(most > 0, 127 / most, 0.0)[:, None], matrix)
     first = jnp.round(scaled)
     rest = jnp.round((scaled - first) * _STEPS)
-    sums = _products(matrix.values, (first, rest), jnp.int8).astype(jnp.float32)
+    sums = _products(matrix.values, (first, rest)).astype(jnp.float32)
     first, rest = jnp.split(sums, 2, axis=2)
     y = _scaled_sum(first * _STEPS + rest, matrix.scale)
     return y.T * (most * (1 / (127 * _STEPS)))[:, None]
 
 
-def _by_bf16(x: Array, matrix: Int8Matrix) -> Array:
-    """Products of bfloat16, which holds the integers as they are, and an activation in two."""
-    grouped = _grouped(x, matrix)
-    first = grouped.astype(jnp.bfloat16).astype(jnp.float32)
-    values = (matrix.values.astype(jnp.float32) + _zero_after(x)).astype(jnp.bfloat16)
-    sums = _products(lax.optimization_barrier(values), (first, grouped - first), jnp.bfloat16)
-    first, rest = jnp.split(sums, 2, axis=2)
-    return _scaled_sum(first + rest, matrix.scale).T
-
-
 def _by_f32(x: Array, matrix: Int8Matrix) -> Array:
-    """Products with the matrix in float32, widened for this product alone."""
+    """Products with the matrix in float32; a large one is widened piece by piece."""
+    size = piece_size(matrix)
+    return _by_widened(x, matrix) if size is None else _in_pieces(size, x, matrix)
+
+
+def _by_widened(x: Array, matrix: Int8Matrix) -> Array:
+    """The product with a matrix that is widened for it alone."""
     scale = matrix.scale + _zero_after(x)
     wide = [v.astype(jnp.float32) * s[:, None] for v, s in zip(matrix.values, scale, strict=True)]
     whole = lax.optimization_barrier(jnp.concatenate(wide, axis=1))
     return lax.dot_general(x, whole, (((1,), (1,)), ((), ())))
 
 
-def _in_pieces(multiply: Multiply, size: int, x: Array, matrix: Int8Matrix) -> Array:
+def _in_pieces(size: int, x: Array, matrix: Int8Matrix) -> Array:
     """The product of a large matrix, `size` outputs at a time."""
     n_outputs = matrix.values.shape[1]
 
@@ -206,7 +185,7 @@ def _in_pieces(multiply: Multiply, size: int, x: Array, matrix: Int8Matrix) -> A
             lax.dynamic_slice_in_dim, start_index=i * size, slice_size=size, axis=1
         )
         return lax.dynamic_update_slice_in_dim(
-            out, multiply(x, jax.tree.map(cut, matrix)), i * size, axis=1
+            out, _by_widened(x, jax.tree.map(cut, matrix)), i * size, axis=1
         )
 
     # A constant would be copied for every product when the program begins.
@@ -218,12 +197,8 @@ def _by_sum(x: Array, matrix: Int8Matrix) -> Array:
     return sum_product(x, matrix.values, matrix.scale)
 
 
-FORMS: dict[Form, Multiply] = {
-    "sum": _by_sum,
-    "int8": _by_int8,
-    "bf16": _by_bf16,
-    "f32": _by_f32,
-}
+# How a product is computed on CPU.
+FORMS: dict[Form, Multiply] = {"sum": _by_sum, "int8": _by_int8, "f32": _by_f32}
 
 
 def _grouped(x: Array, matrix: Int8Matrix) -> Float[Array, "G T g"]:
@@ -238,15 +213,14 @@ def _grouped(x: Array, matrix: Int8Matrix) -> Float[Array, "G T g"]:
     return jnp.stack([x[:, i * g : (i + 1) * g] for i in range(n_groups)])
 
 
-def _products(values: Array, parts: Sequence[Array], dtype: Any) -> Shaped[Array, "G O P*T"]:
+def _products(values: Array, parts: Sequence[Array]) -> Int[Array, "G O P*T"]:
     """Each group's product with the parts of the activations, side by side."""
     # Barriers keep what makes the operands, and what is done with the sums, out of the product.
-    columns = lax.optimization_barrier(jnp.concatenate(parts, axis=1).astype(dtype))
-    out = jnp.int32 if dtype == jnp.int8 else jnp.float32
+    columns = lax.optimization_barrier(jnp.concatenate(parts, axis=1).astype(jnp.int8))
     if values.shape[0] == 1:
-        y = lax.dot_general(values[0], columns[0], (((1,), (1,)), ((), ())), None, out)[None]
+        y = lax.dot_general(values[0], columns[0], (((1,), (1,)), ((), ())), None, jnp.int32)[None]
     else:
-        y = lax.dot_general(values, columns, (((2,), (2,)), ((0,), (0,))), None, out)
+        y = lax.dot_general(values, columns, (((2,), (2,)), ((0,), (0,))), None, jnp.int32)
     return lax.optimization_barrier(y)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import xxhash
 
-from kvrt_models.layers.int8 import Forms, Limits
+from kvrt_models.layers.int8 import Forms
 from kvrt_models.weights import measured_forms
 from kvrt_models.weights.measured_forms import Few
 
@@ -36,8 +36,7 @@ def few_by_processor() -> Few:
 
 
 def _forms(few: Few) -> Forms:
-    limits: Limits = ((_MOST_TOKENS[few], few), (1 << 30, "f32"))
-    return Forms(whole=limits, pieces=limits)
+    return Forms(limits=((_MOST_TOKENS[few], few), (1 << 30, "f32")))
 
 
 def processor() -> str:
@@ -47,12 +46,8 @@ def processor() -> str:
 
 
 def forms_line(forms: Forms) -> str:
-    """One line for people, e.g. "int8 to 22 tokens, then f32; large matrices: always int8"."""
-    return f"{_limits_line(forms.whole)}; large matrices: {_limits_line(forms.pieces)}"
-
-
-def _limits_line(limits: Limits) -> str:
-    *parts, (_, last) = limits
+    """One line for people, e.g. "sum to 8 tokens, then f32"."""
+    *parts, (_, last) = forms.limits
     told = [f"{form} to {most}" + ("" if i else " tokens") for i, (most, form) in enumerate(parts)]
     return ", ".join([*told, f"then {last}"]) if told else f"always {last}"
 

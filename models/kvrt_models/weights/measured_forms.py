@@ -5,7 +5,6 @@ rule's form. Nothing else measures, and a model that is open never changes its f
 """
 
 import contextlib
-import functools
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -38,7 +37,7 @@ def measure() -> dict[str, float]:
     rng = np.random.default_rng(0)
     wide = [rng.standard_normal(_SIZE, dtype=np.float32) for _ in range(_N_MATRICES)]
     narrow = [jax.device_put(int8.quantize(w)) for w in wide]
-    sides = {form: _runs(functools.partial(int8.by_form, form), narrow) for form in get_args(Few)}
+    sides = {form: _runs(int8.FORMS[form], narrow) for form in get_args(Few)}
     sides["f32"] = _runs(_dot, [jax.device_put(w) for w in wide])
     times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(_N_RUNS):
