@@ -48,7 +48,11 @@ def integers(kind, size, n_tokens):
 
 @functools.cache
 def summing(split):
-    return jax.jit(lambda whole, values: int8_sum.integer_sums(whole, values, *split))
+    def run(whole, values):
+        scale = jnp.ones(values.shape[:2], jnp.float32)
+        return int8_sum.integer_sums(whole, values, scale, *split)
+
+    return jax.jit(run)
 
 
 @pytest.mark.parametrize("size", SIZES)

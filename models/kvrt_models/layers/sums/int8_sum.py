@@ -35,25 +35,35 @@ def sum_product(
     if split is None:
         return sum_product(jnp.concatenate([x, jnp.zeros_like(x)]), values, scale)[:1]
     whole, step = _rounded(x, g)
-    sums = integer_sums(whole, values, *split)
+    sums = integer_sums(whole, values, scale, *split)
     each = [_scaled_sum(of_token, scale) for of_token in sums]
     return jnp.stack(each) * step[:, None]
 
 
 def integer_sums(
-    whole: Int[Array, "T I"], values: Int[Array, "G O g"], n: int, parts: int
+    whole: Int[Array, "T I"],
+    values: Int[Array, "G O g"],
+    scale: Float[Array, "G O"],
+    n: int,
+    parts: int,
 ) -> list[list[Int[Array, " O"]]]:
     """Sums of each token, of each group, by one reduction that reads the values once.
+
+    The activations of one token are the same for all outputs, so LLVM would widen them before its
+    loop over outputs, and narrow them for each multiply-add. A zero of each output prevents that.
 
     Args:
       whole: activations, int16.
       values: the weights, int8.
+      scale: of each output in each group.
       n: neighbouring groups that are operands of their own, a divisor of G.
       parts: of a group that are operands of their own, a divisor of g.
     """
     (n_groups, n_outputs, g), n_tokens = values.shape, whole.shape[0]
     v = values.reshape(n_groups // n, n, n_outputs, parts, g // parts)
     x = whole.reshape(n_tokens, n_groups // n, n, 1, parts, g // parts)
+    if n_tokens == 1:
+        x = x ^ _zeros(scale.reshape(n_groups // n, n, n_outputs)[:, :1])[None, ..., None, None]
     places = [(t, i, p) for t in range(n_tokens) for i in range(n) for p in range(parts)]
     terms = [
         v[:, i, :, p].astype(jnp.int32) * x[t, :, i, :, p].astype(jnp.int32) for t, i, p in places
@@ -99,6 +109,11 @@ def _rounded(x: Array, g: int) -> tuple[Int[Array, "T I"], Float[Array, " T"]]:
     # as expensive. No magnitude is below zero, which XLA does not know, so this divides by one.
     one = jnp.where(most < 0, 2, 1).astype(jnp.int16)[:, None]
     return lax.div(rounded, jnp.broadcast_to(one, x.shape)), step
+
+
+def _zeros(scale: Array) -> Int[Array, "..."]:
+    """Zeros of int16 that are not known before run time: no scale is negative."""
+    return (lax.bitcast_convert_type(scale, jnp.int32) >> 31).astype(jnp.int16)
 
 
 def _split(n_tokens: int, n_groups: int, g: int) -> tuple[int, int] | None:
