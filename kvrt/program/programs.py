@@ -28,8 +28,9 @@ from kvrt.errors import BadConfig
 from kvrt.program.disk_hits import CompileProgress, DiskHits
 from kvrt.program.labels.arrays import check_weights
 from kvrt.program.mesh import Placement
+from kvrt.program.serialized import program_file
 from kvrt.program.serialized.digests import program_digest, values_digest
-from kvrt.program.serialized.program_file import ProgramFile, folder_of_programs
+from kvrt.program.serialized.program_file import ProgramFile
 from kvrt.program.step import NanScores, StepSpec
 from kvrt.program.weights import param_path, param_shardings
 from kvrt.select_spec import DoubleSparsity
@@ -467,7 +468,9 @@ class Programs:
 
     def _file(self, key: ProgramKey) -> ProgramFile | None:
         """The file of a program, where programs are kept and it has a digest."""
-        folder = folder_of_programs()
+        if program_file.jax_folder is None:
+            return None
+        folder = program_file.folder_of_programs()
         kinds = [x for x in key.static if isinstance(x, ModelKind)]
         if folder is None or self._place or any(x.digest is None for x in kinds):
             return None

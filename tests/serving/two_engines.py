@@ -20,11 +20,11 @@ from kvrt.serving.scheduling.step_plan import Rules
 from tests.toys import ToyLm
 
 CONFIG = CacheConfig(n_ctx=64, n_seq_max=2, block_size=4, n_ubatch=8, type_k="f32", type_v="f32")
-SAME = list(range(1, 14))
+SAME = tuple(range(1, 14))
 REQUESTS = [
     Request(id="a", tokens=SAME, n_predict=5),
-    Request(id="b", tokens=[*SAME, 3], n_predict=4, sampling=Sampling(temp=1.0, seed=3)),
-    Request(id="c", tokens=[*SAME, 7, 8], n_predict=3),
+    Request(id="b", tokens=(*SAME, 3), n_predict=4, sampling=Sampling(temp=1.0, seed=3)),
+    Request(id="c", tokens=(*SAME, 7, 8), n_predict=3),
 ]
 
 

@@ -22,22 +22,23 @@ from kvrt.files.atomic import temporary
 
 _N_CHECK = 16  # bytes of xxh3-128 before the rest
 _MOST = 256  # files; the oldest go
-_jax_folder: Path | None = None
+# JAX's cache, beside which programs are kept; None where none are.
+jax_folder: Path | None = None
 
 
-def keep_beside(jax_folder: Path) -> None:
+def keep_beside(folder: Path) -> None:
     """Keeps programs below a folder while it is that of JAX's cache; what is read is run."""
-    global _jax_folder
-    _jax_folder = jax_folder
+    global jax_folder
+    jax_folder = folder
 
 
 def folder_of_programs() -> Path | None:
     """Where programs are kept; None where none are."""
     config: Any = jax.config
-    if _jax_folder is None or not config.jax_enable_compilation_cache:
+    if jax_folder is None or not config.jax_enable_compilation_cache:
         return None
-    is_same = config.jax_compilation_cache_dir == str(_jax_folder)
-    return _jax_folder / "kvrt_programs" if is_same else None
+    is_same = config.jax_compilation_cache_dir == str(jax_folder)
+    return jax_folder / "kvrt_programs" if is_same else None
 
 
 class ProgramFile:
