@@ -25,6 +25,7 @@ from kvrt.arrays import AnyArray
 from kvrt.attention import registry
 from kvrt.attention.contract import Decoder, KindedDecoder, LayeredDecoder
 from kvrt.errors import BadConfig
+from kvrt.jax_settings import own_settings
 from kvrt.program.disk_hits import CompileProgress, DiskHits
 from kvrt.program.labels.arrays import check_weights
 from kvrt.program.mesh import Placement
@@ -500,8 +501,11 @@ def _compile(
     try:
         compiled, n = file and file.load(), 1
         if compiled is None:
+            # Where a file is of no use, this thread traces, and it has the process's settings.
+            with own_settings():
+                lowered = lower()
             with DiskHits() as hits:
-                compiled, n = lower().compile(), hits.n
+                compiled, n = lowered.compile(), hits.n
         made.compiled.set_result((compiled, n))
     except BaseException as error:
         # Who waits for the program gets the error, and who wants it later tries again.

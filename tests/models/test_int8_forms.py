@@ -7,7 +7,7 @@ import pytest
 from kvrt_models import load
 from kvrt_models.layers.int8 import Forms, Int8Matrix
 from kvrt_models.weights import forms, loading, measured_forms
-from kvrt_models.weights.forms import forms_by_processor, forms_here, forms_line
+from kvrt_models.weights.forms import few_by_processor, forms_here, forms_line, forms_of
 from tests.peer import tiny_gguf
 
 FORMS = Forms(limits=((11, "sum"), (64, "int8"), (1 << 30, "f32")))
@@ -29,7 +29,7 @@ def test_a_form_is_taken_up_to_its_limit():
 )
 def test_the_processor_decides(monkeypatch, flags, few, most):
     monkeypatch.setattr(forms, "_features", flags.split)
-    found = forms_by_processor()
+    found = forms_of(few_by_processor())
     assert found.of(1) == found.of(most) == few
     assert found.of(most + 1) == "f32"
 
@@ -38,7 +38,7 @@ def test_the_processor_decides(monkeypatch, flags, few, most):
 def test_the_version_of_jaxlib_decides(monkeypatch, jaxlib, few):
     monkeypatch.setattr(forms, "_features", lambda: ["avx2"])
     monkeypatch.setattr(forms, "_jaxlib", lambda: jaxlib)
-    assert forms_by_processor().of(1) == few
+    assert forms_of(few_by_processor()).of(1) == few
 
 
 @pytest.mark.parametrize(
@@ -52,15 +52,17 @@ def test_the_version_of_jaxlib_decides(monkeypatch, jaxlib, few):
 def test_a_clear_measurement_overrules_the_rule_for_later_starts(monkeypatch, tmp_path, ms, few):
     monkeypatch.setenv("KVRT_CACHE", str(tmp_path))
     monkeypatch.setattr(forms, "_features", lambda: ["avx2"])
-    assert forms_here() == forms_by_processor()
+    assert forms_here() == forms_of(few_by_processor())
     measured_forms.keep_fastest(ms, "sum", forms.processor())
     assert forms_here().of(1) == few
-    assert forms_by_processor().of(1) == "sum"
+    assert forms_of(few_by_processor()).of(1) == "sum"
     monkeypatch.setattr(forms, "_features", lambda: ["avx2", "avx512bw"])
-    assert forms_here() == forms_by_processor()
+    assert forms_here() == forms_of(few_by_processor())
     monkeypatch.setattr(forms, "_features", lambda: ["avx2"])
     measured_forms.keep_fastest({"sum": 1.0, "int8": 1.0}, "sum", forms.processor())
-    assert forms_here() == forms_by_processor() and not list(tmp_path.glob("weights/*.json"))
+    assert forms_here() == forms_of(few_by_processor()) and not list(
+        tmp_path.glob("weights/*.json")
+    )
 
 
 def test_a_damaged_measurement_counts_for_nothing(monkeypatch, tmp_path):
@@ -88,7 +90,7 @@ def test_an_opened_model_has_the_forms_of_the_processor(
     monkeypatch.setattr(forms, "_features", lambda: ["neon"])
     shapes = load.open_model(path, dtype="int8").weights.shapes.values()
     matrices = [x for x in shapes if isinstance(x, Int8Matrix)]
-    assert {x.forms for x in matrices} == {forms_by_processor()} != {Forms()}
+    assert {x.forms for x in matrices} == {forms_of(few_by_processor())} != {Forms()}
 
 
 def test_people_are_told():

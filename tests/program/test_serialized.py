@@ -122,6 +122,23 @@ def test_a_file_that_is_no_use_costs_time_and_a_line(folder, start, damage):
         assert start()[-1].n_from_disk == n and len(names(folder, n - 1)) == n - 1
 
 
+def test_a_program_of_a_useless_file_is_made_under_kvrts_settings_of_jax(folder, start):
+    """Another thread makes it, which has those of the process."""
+    jax.config.update("jax_enable_x64", True)
+    try:
+        first = start()
+        for path in [folder / x for x in names(folder, first[-1].n_compiles)]:
+            other = pickle.dumps((*pickle.loads(path.read_bytes()[16:])[:2], b"no executable"))
+            path.write_bytes(xxhash.xxh3_128(other).digest() + other)
+        with pytest.warns(UserWarning, match="this program is compiled again"):
+            second = start()
+    finally:
+        jax.config.update("jax_enable_x64", False)
+    assert second[0] == first[0] and (second[2] == first[2]).all()
+    # The same text as before, which JAX's cache has.
+    assert second[-1].n_from_disk == first[-1].n_compiles
+
+
 def test_a_decoder_of_ones_own_is_traced_at_each_start(folder, start):
     start(ToyLm(n_layers=1))
     # Only what samples knows nothing of the decoder.

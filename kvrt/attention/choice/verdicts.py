@@ -87,7 +87,7 @@ def environment() -> dict[str, str]:
 
 
 def machine(device: Any) -> dict[str, str]:
-    """What a device computes with: its kind, driver, versions of JAX, flags of its compiler."""
+    """The kind of a device, its driver, versions of JAX and flags of its compiler."""
     return {
         "device": device.device_kind,
         "platform": f"{device.platform} {device.client.platform_version}",

@@ -27,7 +27,7 @@ jax_folder: Path | None = None
 
 
 def keep_beside(folder: Path) -> None:
-    """Keeps programs below a folder while it is that of JAX's cache; what is read is run."""
+    """Keeps programs below a folder while it is that of JAX's cache; its files are executed."""
     global jax_folder
     jax_folder = folder
 

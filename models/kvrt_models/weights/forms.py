@@ -21,26 +21,22 @@ _SUMMING = ((0, 10), (0, 13))
 
 def forms_here() -> Forms:
     """The forms of products on this machine: the rule, unless `kvrt doctor` found it slower."""
-    return _forms(measured_forms.kept_fastest(processor()) or few_by_processor())
-
-
-def forms_by_processor() -> Forms:
-    """The forms by the rule of processor and jaxlib; nothing is measured."""
-    return _forms(few_by_processor())
+    return forms_of(measured_forms.kept_fastest(processor()) or few_by_processor())
 
 
 def few_by_processor() -> Few:
-    """The form of products of few tokens by that rule."""
+    """The form of few tokens by the rule of processor and jaxlib; nothing is measured."""
     sums = _MULTIPLY_ADD & set(_features()) and _SUMMING[0] <= _jaxlib() < _SUMMING[1]
     return "sum" if sums else "int8"
 
 
-def _forms(few: Few) -> Forms:
+def forms_of(few: Few) -> Forms:
+    """The forms of products, of which those of few tokens take this one."""
     return Forms(limits=((_MOST_TOKENS[few], few), (1 << 30, "f32")))
 
 
 def processor() -> str:
-    """What a measurement holds for: features of the processor, and the version of jaxlib."""
+    """The key of a measurement: features of the processor and the version of jaxlib."""
     said = " ".join([*sorted(_features()), *map(str, _jaxlib())])
     return xxhash.xxh3_128_hexdigest(said.encode())
 

@@ -100,10 +100,10 @@ def levels(g: int) -> int:
 
 
 def _rounded(x: Array, g: int) -> tuple[Int[Array, "T I"], Float[Array, " T"]]:
-    """Activations in int16, and what one step of them is worth."""
+    """Activations in int16, and the value of one step of each row."""
     most = largest(x)
     step = most * (1 / levels(g))
-    # A conversion makes zero of NaN, so what is no finite number is left to the step.
+    # A conversion makes zero of NaN; the step, which the sums are multiplied with, stays NaN.
     rounded = jnp.round(x / step[:, None]).astype(jnp.int16)
     # XLA computes what is cheap again for each output, a rounding too; an integer division counts
     # as expensive. No magnitude is below zero, which XLA does not know, so this divides by one.
