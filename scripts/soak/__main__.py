@@ -5,6 +5,7 @@
     python -m scripts.soak --seed 7 --only runtime-write/3
     python -m scripts.soak --only matrix/none-runtime-read-f32-full-one-xla-plain
     python -m scripts.soak --only grids
+    python -m scripts.soak --minutes 30 --whole
 
 In tests a machine has 2 to 60 histories of 15 to 30 steps, and most modules compile without
 optimisations, on an older code generator where JAX still has it. Here histories have up to 50
@@ -14,6 +15,9 @@ runs no program, or four cells of the matrix, those with most triples of values 
 yet. The next one is of whatever has had least of the time. What a unit draws follows from --seed
 and its name, so that --only repeats it. With --ledger, counts are added up in a file, and the next
 run with the same file goes on where this one ended; one that is killed loses the unit it was in.
+
+A step is several programs, as on a CPU, where a unit does not say otherwise; with --whole it is
+one, as on accelerators.
 
 `grids` runs the slow tests whose grids or budgets are cut for CI, whole (`pytest --full`).
 
@@ -36,6 +40,7 @@ _LEDGER = flags.DEFINE_string("ledger", None, "File of counts to go on from; mad
 _ONLY = flags.DEFINE_list("only", [], "Machines, units, 'matrix', 'grids'.")
 _MESH = flags.DEFINE_boolean("mesh", False, "Cells of a mesh as well.")
 _SHIPPED = flags.DEFINE_boolean("shipped", True, "Programs are optimised, as users have them.")
+_WHOLE = flags.DEFINE_boolean("whole", False, "A step is one program, as on accelerators.")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -50,6 +55,7 @@ def main(argv: Sequence[str]) -> None:
             wanted=units.Wanted.parse(_ONLY.value),
             with_mesh=_MESH.value,
             shipped=_SHIPPED.value,
+            whole=_WHOLE.value,
         )
         n_failed = soaking.run(options)
     except ValueError as error:

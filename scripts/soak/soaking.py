@@ -25,6 +25,7 @@ class Options:
       wanted: machines and units.
       with_mesh: cells of a mesh as well.
       shipped: programs are optimised, as users have them.
+      whole: a step whose config leaves it open is one program.
     """
 
     minutes: float
@@ -33,6 +34,7 @@ class Options:
     ledger: Path | None = None
     with_mesh: bool = False
     shipped: bool = True
+    whole: bool = False
 
 
 def run(options: Options) -> int:
@@ -82,6 +84,8 @@ def _set_up(options: Options) -> None:
     jax.config.update("jax_disable_most_optimizations", not options.shipped)
     if options.shipped:
         units.search_programs()
+    if options.whole:
+        units.run_whole()
 
 
 def _run(unit: str, ledger: ledgers.Ledger, options: Options, is_over: Callable[[], bool]) -> None:
@@ -98,6 +102,7 @@ def _run(unit: str, ledger: ledgers.Ledger, options: Options, is_over: Callable[
     if wrong:
         again = f"python -m scripts.soak --seed {ledger.seed} --only {task.again}"
         again += " --mesh" * options.with_mesh + " --noshipped" * (not options.shipped)
+        again += " --whole" * options.whole
         found["again"] = again
         print(f"{wrong}\n{unit} failed; again:\n    {again}", file=sys.stderr, flush=True)
     measure.emit("soak unit", **found)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 import jax
 import xxhash
 
+from kvrt import CacheConfig, Decoder
+from kvrt.program import device
 from scripts.soak import grids, machines, matrix
 from scripts.soak.ledger import Ledger
 from tests import xla_defects
@@ -110,3 +112,14 @@ def summary(ledger: Ledger) -> dict[str, object]:
 def search_programs() -> None:
     """Looks for the known defects of jaxlib in each program that is compiled from here on."""
     jax.stages.Lowered.compile = xla_defects.searched(jax.stages.Lowered.compile)
+
+
+def run_whole() -> None:
+    """Makes a step one program from here on, where a config leaves it open."""
+
+    def dispatched(model: Decoder, config: CacheConfig, *, is_divided: bool) -> tuple[str, str]:
+        if config.programs == "auto":
+            config = dataclasses.replace(config, programs="whole")
+        return chosen(model, config, is_divided=is_divided)
+
+    chosen, device.dispatched = device.dispatched, dispatched
