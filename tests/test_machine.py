@@ -76,3 +76,19 @@ def test_a_group_that_rolls_is_what_the_oracle_says(mode, mask, budget):
     assert [len(c.pos) for c in at.group_cells] == [21, 16]
     n = budget(6, 40)
     run_state_machine_as_test(lambda: CacheMachine(mode, (mask,)), settings=histories(n))
+
+
+def test_tokens_that_a_window_has_lost_are_shared_again():
+    """The window keeps the first tokens of sequence 1 alone; nothing that reads 2 sees them."""
+    at = CacheMachine("read", (WINDOW,))
+    at.begin(lengths=[2, 6, 4], fork=False)
+    for tokens in ({0: 0}, {0: 28}, {0: 0}):
+        at.decode(tokens=tokens)
+    at.div(d=4, seq=0, within=(0, None))
+    at.fork(src=1, dst=0)
+    for tokens in ({0: 12, 1: 31}, {0: 0, 1: 0, 2: 0}, {0: 4, 1: 8}):
+        at.decode(tokens=tokens)
+    at.fork(src=0, dst=2)
+    at.fork(src=1, dst=2)
+    at.decode(tokens={2: 5})
+    at.counts_alike()

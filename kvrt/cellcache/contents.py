@@ -78,7 +78,10 @@ def _check_shared_alike(contents: CacheContents, edit: Copy) -> None:
         theirs &= pos < edit.p1 if edit.p1 is not None else True
         both = set(pos[ours & theirs].tolist())
         shared |= both
-        apart |= (set(pos[ours].tolist()) & set(pos[theirs].tolist())) - both
+        copied = (set(pos[ours].tolist()) & set(pos[theirs].tolist())) - both
+        # No token sees what a window has lost, be it there twice.
+        lost = group.lost.get(edit.dst, ())
+        apart |= {x for x in copied if not any(a <= x < b for a, b in lost)}
     if shared & apart:
         raise UsageError(
             f"sequences {edit.src} and {edit.dst} share position {min(shared & apart)} in some "
