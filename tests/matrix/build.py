@@ -76,9 +76,9 @@ def sizes_of(cell: Cell) -> Sizes:
     if cell.policy in ("context_shift", "attention_sinks"):
         return dataclasses.replace(small, n_prompt=56, n_decode=12)
     if cell.speculation != "none":
-        return dataclasses.replace(small, n_ctx=96)
+        return dataclasses.replace(small, n_ctx=max(small.n_ctx, 96))
     if cell.where == "blocks" and cell.attention == "sparse":
-        return dataclasses.replace(small, n_ctx=80)
+        return dataclasses.replace(small, n_ctx=max(small.n_ctx, 80))
     return small
 
 
