@@ -6,7 +6,8 @@ from typing import Any
 
 from kvrt.config import CacheConfig
 from kvrt.policies import ScoredPolicy, policy_name
-from kvrt.upkeep.extend_schedule import ExtendSchedule
+from kvrt.policies.schedule import n_first
+from kvrt.policies.self_extend import extend_schedule
 
 # What `Approximation.by` means, for people; a policy by score says its own.
 _SAID = {
@@ -94,9 +95,8 @@ def approximations(
     extend, select = config.self_extend, config.select
     if extend is not None and extend.ga_n > 1:
         first = extend.ga_w
-        if extend.kind == "cache" and not counts.n_restored:
-            schedule = ExtendSchedule(extend=extend, n_step=config.n_ubatch)
-            first = schedule.n_first(counts.n_prompt)
+        if (schedule := extend_schedule(config)) is not None and not counts.n_restored:
+            first = n_first(schedule, counts.n_prompt)
         found.append(Approximation(by="self_extend", from_token=first))
     if select is not None:
         # Prompts read all, and so does a token behind no more cells than it may choose.
