@@ -16,6 +16,7 @@ from kvrt.cells import check_seq_id, n_shared, n_used, owned
 from kvrt.errors import CacheFull
 from kvrt.policies import Drop, DropSchedule, Policy, SeqCounts, policy_name
 from kvrt.policies.schedule import drop_edits
+from kvrt.policies.self_extend import ExtendSchedule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,7 @@ def n_part(cache: CellCache, seq_id: int, n: int) -> int:
         return n
     cells, n_free = cache.host.cells, cache.host.n_free
     n_own = int(np.count_nonzero(owned(cells, seq_id)))
-    n_least = _schedule(cache, n_free + n_own).n_least
+    n_least = _schedule(cache, cache.policy, n_free + n_own).n_least
     if n <= n_least or n_least < 1:
         return n
     if n_shared(cells, seq_id, 0):
@@ -89,34 +90,39 @@ def check_end(cache: CellCache, seq_id: int, end: int) -> None:
 def make_room(cache: CellCache, wanted: Mapping[int, int]) -> None:
     """Makes room for so many tokens of each sequence at once, by the policy if there is one.
 
-    The longest sequence is asked first: where cells are short it has the most to evict.
-
     Raises:
       CacheFull: they do not all fit; nothing was evicted.
     """
-    host = cache.host
     for s, n in wanted.items():
         check_seq_id(s, cache.config.n_seq_max)
-        checks.last_pos(host.pos_max(s) + 1 + n)
-    plan, policy = DropPlan(contents=host.contents), cache.policy
-    n_free, n_promised = host.n_free, 0
-    for s in sorted(wanted, key=host.pos_max, reverse=True) if policy else ():
-        assert policy is not None, "it has one"
-        n_past, n = host.pos_max(s) + 1, wanted[s]
-        if policy.n_fit(n_free - n_promised, n_past) < n:
-            counts = SeqCounts(s, n_past + n, n_past, n_new=n)
-            plan = plan_drops(plan, _schedule(cache, cache.config.n_ctx), counts, n_promised)
-            n_free = contents.n_tokens_free(plan.contents)
-        n_promised += n
+        checks.last_pos(cache.host.pos_max(s) + 1 + n)
+    plan = None if cache.policy is None else _plan(cache, cache.policy, wanted)
     _check_fit(cache, plan, wanted)
-    if plan.drops:
-        assert cache.policy is not None, "without a policy nothing is planned"
+    if plan is not None and cache.policy is not None:
         name = policy_name(cache.policy)
         cache.edited(plan.contents, plan.copies)
         for s, n_past, drop in plan.drops:
             cache.logits.shifted(s, -drop.n)
             event = DropEvent(seq_id=s, n_past=n_past, n_dropped=drop.n, policy=name)
             cache.counts.drops.append(event)
+
+
+def _plan(cache: CellCache, policy: Policy, wanted: Mapping[int, int]) -> DropPlan | None:
+    """Drops of all sequences that have to drop something; None of none.
+
+    The longest sequence is asked first: where cells are short it has the most to evict.
+    """
+    host, plan = cache.host, DropPlan(contents=cache.host.contents)
+    n_free, n_promised = host.n_free, 0
+    for s in sorted(wanted, key=host.pos_max, reverse=True):
+        n_past, n = host.pos_max(s) + 1, wanted[s]
+        if policy.n_fit(n_free - n_promised, n_past) < n:
+            schedule = _schedule(cache, policy, cache.config.n_ctx)
+            counts = SeqCounts(s, n_past + n, n_past, n_new=n)
+            plan = plan_drops(plan, schedule, counts, n_promised)
+            n_free = contents.n_tokens_free(plan.contents)
+        n_promised += n
+    return plan if plan.drops else None
 
 
 def plan_drops(
@@ -159,7 +165,7 @@ def extend(cache: CellCache, seq_id: int) -> int | None:
     schedule = cache.extend
     if schedule is None:
         return None
-    counts = _extend_counts(cache, seq_id)
+    counts = _extend_counts(cache, schedule, seq_id)
     due = schedule.due(counts)
     if due.edits:
         cache.edited(*contents.edited(cache.host.contents, seq_id, due.edits))
@@ -169,49 +175,42 @@ def extend(cache: CellCache, seq_id: int) -> int | None:
     return due.n_until - counts.n_computed
 
 
-def _schedule(cache: CellCache, n_ctx: int) -> DropSchedule:
-    assert cache.policy is not None, "it has a policy"
-    config = cache.config
-    return DropSchedule(
-        policy=cache.policy,
-        n_ctx=n_ctx,
-        n_step=config.n_ubatch,
-        requantizes=config.requantizes,
-    )
+def _schedule(cache: CellCache, policy: Policy, n_ctx: int) -> DropSchedule:
+    n_step, again = cache.config.n_ubatch, cache.config.requantizes
+    return DropSchedule(policy=policy, n_ctx=n_ctx, n_step=n_step, requantizes=again)
 
 
-def _extend_counts(cache: CellCache, seq_id: int) -> SeqCounts:
-    """SeqCounts of a sequence; one that was cut short continues from the group where it ends."""
-    schedule, n_past = cache.extend, cache.host.pos_max(seq_id) + 1
-    assert schedule is not None, "it extends"
+def _extend_counts(cache: CellCache, schedule: ExtendSchedule, seq_id: int) -> SeqCounts:
+    """Counts of a sequence; one that was cut short continues from the group where it ends."""
+    n_past = cache.host.pos_max(seq_id) + 1
     end = -(-n_past // schedule.group) * schedule.group
     n_gone = schedule.n_gone(min(cache.reached.get(seq_id, 0), end))
     return SeqCounts(seq_id, 0, n_past + n_gone, n_gone)
 
 
-def _check_fit(cache: CellCache, plan: DropPlan, wanted: Mapping[int, int]) -> None:
+def _check_fit(cache: CellCache, plan: DropPlan | None, wanted: Mapping[int, int]) -> None:
     """Refuses tokens that do not fit after the planned drops; raises CacheFull."""
     host = cache.host
     if host.blocks is not None and any(map(cache.in_blocks, wanted)):
         seq_ids = np.repeat(np.array(list(wanted), np.int32), list(wanted.values()))
         host.plan_copy_on_write(seq_ids, {s: host.pos_max(s) + 1 for s in wanted})
     else:
-        n_new = sum(wanted.values()) + sum(_n_copies(cache, s, n) for s, n in wanted.items())
-        n_free = contents.n_tokens_free(plan.contents) if plan.drops else host.n_free
+        n_new = sum(wanted.values())
+        if cache.extend:
+            n_new += sum(_n_copies(cache, cache.extend, s, n) for s, n in wanted.items())
+        n_free = contents.n_tokens_free(plan.contents) if plan else host.n_free
         check_free(cache, n_new, n_free)
     if host.rolls:
-        _check_windows(cache, plan.contents, wanted)
+        _check_windows(cache, plan.contents if plan else host.contents, wanted)
 
 
-def _n_copies(cache: CellCache, seq_id: int, n: int) -> int:
+def _n_copies(cache: CellCache, schedule: ExtendSchedule, seq_id: int, n: int) -> int:
     """Cells that rounds of SelfExtend may take for copies of shared ones while n tokens come in."""
-    if cache.extend is None:
-        return 0
-    counts = _extend_counts(cache, seq_id)
-    due = cache.extend.due(counts)
+    counts = _extend_counts(cache, schedule, seq_id)
+    due = schedule.due(counts)
     if not due.edits and due.n_until - counts.n_computed >= n:
         return 0
-    return int(n_shared(cache.host.cells, seq_id, cache.extend.ga_i(counts.n_gone)))
+    return int(n_shared(cache.host.cells, seq_id, schedule.ga_i(counts.n_gone)))
 
 
 def _check_windows(cache: CellCache, after: CacheContents, wanted: Mapping[int, int]) -> None:

@@ -97,7 +97,7 @@ class Stepper:
         ids = checks.token_ids(tokens, self.n_vocab)
         wanted = checks.out_ids(out_ids, len(ids))
         kept, n = cache.checkpoints, len(ids)
-        n_part = schedules.n_part(cache, seq_id, n)
+        n_part = schedules.n_part(cache, seq_id, n) if cache.policy else n
         schedules.make_room(cache, {seq_id: n_part})
         logits, step, n_done = [], min(n_part, self._config.n_ubatch), 0
         if kept and n > 1:
@@ -108,7 +108,8 @@ class Stepper:
                 part = ids[n_done : n_done + size]
                 if n_part < n and n_done > 0:
                     schedules.make_room(cache, {seq_id: len(part)})
-                schedules.extend(cache, seq_id)
+                if cache.extend:
+                    schedules.extend(cache, seq_id)
                 here = [i - n_done for i in wanted if n_done <= i < n_done + len(part)]
                 with HeldInterrupts():
                     logits.append(self._step(self._at_end(part, seq_id), here))
@@ -189,7 +190,7 @@ class Stepper:
             cache.check_seq_id(s)
         checks.step_size(n, self._config.n_ubatch)
         schedules.make_room(cache, dict.fromkeys(seqs, 1))
-        for s in seqs:
+        for s in seqs if cache.extend else ():
             schedules.extend(cache, s)
         pos = np.array([host.pos_max(s) + 1 for s in seqs], np.int32)
         seq_ids, size = np.array(seqs, np.int32), bucket(n, self._config.n_ubatch)
@@ -262,7 +263,7 @@ class Stepper:
             ) from error
 
     def bad_logits(self, seq_id: int) -> BadLogits:
-        """SeqCounts logits that no token can be sampled from, of the newest token of a sequence."""
+        """Counts logits that no token can be sampled from, of the newest token of a sequence."""
         self._cache.counts.n_bad_logits += 1
         self._cache.logits.forget([seq_id])
         return BadLogits(
