@@ -62,8 +62,8 @@ class CellCache:
         if config.self_extend:
             specs = device.layout.groups
             checks.self_extend(config.self_extend, specs, shifts=policy is not None)
-        if host.states is not None:
-            checks.recurrent_layers(drops=policy is not None)
+        if host.states is not None and policy is not None:
+            checks.recurrent_layers(config, attends=bool(host.groups))
         self.host, self.device, self.config, self.policy = host, device, config, policy
         self.extend, self.reached = extend_schedule(config), dict[int, int]()
         self.checkpoints = open_checkpoints(host, device, config)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from kvrt.cellcache import window
-from kvrt.config import CacheConfig, GroupSpec, MaskSpec, SelfExtend
+from kvrt.config import CacheConfig, GroupSpec, MaskSpec
 from kvrt.errors import BadConfig, BadRequest
 from kvrt.policies import DropSchedule, Policy, Schedule
 from kvrt.policies.schedule import n_first
@@ -156,7 +156,7 @@ def contexts_of(
         masks=tuple(dict.fromkeys(rolling)),
         n_pinned=space.n_pinned,
         fits=space.fits,
-        refusal=_refusal(layout, len(rolling), config.self_extend, paged=paged),
+        refusal=_refusal(layout, len(rolling), config, paged=paged),
         extend=extend_schedule(config),
         n_sink=max((g.mask.n_sink for g in layout.groups if _passes(g, config)), default=0)
         if paged
@@ -168,13 +168,15 @@ def _passes(group: GroupSpec, config: CacheConfig) -> bool:
     return group.mask.kind in ("window", "chunked") and not config.swa_full
 
 
-def _refusal(layout: Layout, n_rolling: int, extend: SelfExtend | None, *, paged: bool) -> str:
+def _refusal(layout: Layout, n_rolling: int, config: CacheConfig, *, paged: bool) -> str:
+    extend = config.self_extend
     if extend is not None and extend.kind == "cache":
         return "and SelfExtend in the cache both move positions; choose one of them"
-    if layout.recurrent is not None:
+    if layout.recurrent is not None and (paged or config.on_states == "refuse"):
+        remedy = "" if paged else " (or set on_states to 'keep')"
         return (
             "takes positions out of a sequence, which the state of recurrent layers cannot "
-            "forget; do without it and raise n_ctx"
+            f"forget; do without it and raise n_ctx{remedy}"
         )
     if not paged and n_rolling == len(layout.groups):
         return (

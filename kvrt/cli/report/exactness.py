@@ -30,17 +30,20 @@ class Approximation:
       from_token: the first token, counted from 0 through prompt and answer, that was computed
         without the whole text before it.
       n_dropped: tokens that a policy by position dropped.
+      states: whether states of recurrent layers have those all the same.
     """
 
     by: str
     from_token: int
     n_dropped: int = 0
+    states: bool = False
 
     @property
     def fields(self) -> dict[str, Any]:
         """The JSON object."""
         dropped = {"n_dropped": self.n_dropped} if self.n_dropped else {}
-        return {"by": self.by, "from_token": self.from_token, **dropped}
+        kept = {"on_states": "keep"} if self.states else {}
+        return {"by": self.by, "from_token": self.from_token, **dropped, **kept}
 
     @property
     def line(self) -> str:
@@ -48,6 +51,7 @@ class Approximation:
         said = _SAID.get(self.by, "each kv head keeps some tokens")
         if self.n_dropped:
             said = f"{self.n_dropped:,} older tokens were dropped"
+            said += ", recurrent states keep them" if self.states else ""
         return f"approximate from token {self.from_token:,} on: {said} ({self.by})"
 
 
