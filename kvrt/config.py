@@ -33,6 +33,7 @@ from kvrt.state_arrays import StateArray, check_state
 from kvrt.whole_numbers import take_whole_numbers
 
 RopeMode = Literal["write", "read"]
+OnStates = Literal["refuse", "keep"]
 RopeLayout = Literal["norm", "neox"]
 RopeScaling = Literal["none", "linear", "llama3", "ntk", "dynamic_ntk", "yarn", "longrope"]
 MaskKind = Literal["full", "window", "chunked", "symmetric"]
@@ -334,6 +335,8 @@ class CacheConfig:
       n_rs_seq: tokens by which a sequence can be cut back where layers are recurrent: each keeps as
         many states beside the newest one. In an engine's cells hits end there as well; its blocks
         refuse it.
+      on_states: what a policy by position does where layers are recurrent. "refuse" is an error;
+        "keep" drops from the layers with attention alone: states have all tokens.
       n_checkpoints: context checkpoints of a sequence at most: where windowed or recurrent layers
         can be cut back to although they have moved on. 0 is none; where every layer keeps all
         positions none is needed, and none is made.
@@ -361,6 +364,7 @@ class CacheConfig:
     self_extend: SelfExtend | None = None
     swa_full: bool = False
     n_rs_seq: int = 0
+    on_states: OnStates = "refuse"
     n_checkpoints: int = 0
     checkpoint_interval: int | None = None
     checkpoint_bytes: int | None = None
@@ -405,6 +409,10 @@ class CacheConfig:
             f"programs is {self.programs!r}; 'auto', 'by_layer' or 'whole'",
         )
         _check(self.n_rs_seq >= 0, f"n_rs_seq is {self.n_rs_seq}; it must not be negative")
+        _check(
+            self.on_states in ("refuse", "keep"),
+            f"on_states is {self.on_states!r}; 'refuse' or 'keep'",
+        )
         check_checkpoints(self)
         check_config(self.select, self)
         threshold = self.defrag_threshold

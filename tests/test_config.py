@@ -5,7 +5,7 @@ import pytest
 from kvrt import AttentionSinks, CacheConfig, RecurrentSpec
 from kvrt.errors import BadConfig
 from kvrt.kv_types import FLOAT_DTYPES
-from kvrt.policies import PolicyContext
+from kvrt.policies import DropSchedule, SeqCounts
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,6 @@ def test_keys_that_a_shift_rounds_again_go_by_quarters(kind):
     stored, unrotated = (CacheConfig(type_k=kind, rope=rope) for rope in ("write", "read"))
     assert stored.requantizes == (kind != "f32") and not unrotated.requantizes
     policy = AttentionSinks(n_sink=4, n_window=32)
-    context = PolicyContext(policy=policy, n_ctx=64, n_step=8, requantizes=stored.requantizes)
-    drops = context.advance(n_prompt=1, n_computed=36, n_dropped=0).drops
+    context = DropSchedule(policy=policy, n_ctx=64, n_step=8, requantizes=stored.requantizes)
+    drops = context.due(SeqCounts(0, n_prompt=1, n_computed=36)).drops
     assert [drop.n for drop in drops] == [1 if kind == "f32" else 8]

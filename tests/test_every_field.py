@@ -204,7 +204,7 @@ NO_EFFECT = {
             *("swa_full", "n_rs_seq", "n_checkpoints", "checkpoint_interval"),
             "checkpoint_bytes",
         ),
-        INEXACT: ("select",),
+        INEXACT: ("select", "on_states"),
     },
     EngineConfig: {
         WHERE: ("mode",),
@@ -303,6 +303,7 @@ def test_fields_without_effect_leave_the_fingerprint_as_it_is():
             "n_checkpoints": 2,
         },
         **{"checkpoint_interval": 64, "checkpoint_bytes": 1 << 20, "select": Quest(n_cells=80)},
+        "on_states": "keep",
     }
     assert set(others) == {x for names in NO_EFFECT[CacheConfig].values() for x in names}
     base = dataclasses.replace(CONFIG, n_checkpoints=4, n_ubatch=32)

@@ -67,14 +67,13 @@ def capture(
     """
     host = cache.host
     ends = {s: host.pos_max(s) for s in host.history.pieces}
-    reached = cache.self_extend.reached if cache.self_extend else {}
     policy = cache.policy or cache.device.layout.policy
     return Snapshot(
         fingerprint=fingerprint,
         groups=tuple(_group(cache, i, divided) for i in range(len(host.groups))),
         states=_states(cache),
         history=host.history,
-        ga_i={s: n for s, n in reached.items() if s in ends},
+        ga_i={s: n for s, n in cache.reached.items() if s in ends},
         logits={s: (pos, x[0]) for s, (pos, x) in cache.logits.known(ends).items()},
         draws=dict(draws),
         policy=None if policy is None else _policy(policy, omit_defaults=True),
@@ -140,9 +139,8 @@ def restore(cache: CellCache, snapshot: Snapshot, sequences: Sequences | None) -
         if s in snapshot.logits:
             pos, logits = snapshot.logits[s]
             cache.logits.put(here, pos, jnp.asarray(logits)[None])
-    if cache.self_extend:
-        reached = {here: snapshot.ga_i[s] for s, here in sequences.items() if s in snapshot.ga_i}
-        cache.self_extend.restore(reached)
+        if cache.extend and s in snapshot.ga_i:
+            cache.reached[here] = snapshot.ga_i[s]
 
 
 def put_sequences(

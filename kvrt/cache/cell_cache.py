@@ -13,7 +13,6 @@ from kvrt.attention.scored.layers import LayerKinds, by_kind
 from kvrt.cache import checks
 from kvrt.cache.checkpoint import open_checkpoints
 from kvrt.cache.last_logits import LastLogits
-from kvrt.cache.self_extend import open_rounds
 from kvrt.cache.stats import Counts, LostCheckpoint
 from kvrt.cellcache import contents, history
 from kvrt.cellcache.blocks import CellCopies
@@ -23,10 +22,11 @@ from kvrt.cellcache.contents import CacheContents
 from kvrt.cellcache.host_cells import HostCells, Retention
 from kvrt.cells import check_seq_id, n_used
 from kvrt.cells.cells import first_bits
-from kvrt.cells.edits import Keep, Remove, SeqEdit
+from kvrt.cells.edits import Copy, Keep, Remove, SeqEdit
 from kvrt.config import CacheConfig, GroupSpec
-from kvrt.errors import BadConfig, UsageError
+from kvrt.errors import BadConfig, CannotRewind, UsageError
 from kvrt.policies import AnyPolicy, Policy, ScoredPolicy, by_position
+from kvrt.policies.self_extend import extend_schedule
 from kvrt.program.device import Device
 from kvrt.program.layout import cell_layout
 from kvrt.program.mesh import Placement
@@ -41,7 +41,8 @@ class CellCache:
       device: keys and values, and its copy of the cells.
       config: sizes and types.
       policy: makes room when a sequence has outgrown it; None is no policy.
-      self_extend: how far SelfExtend has come in each sequence; None without it in the cache.
+      extend: the rounds of SelfExtend in the cache; None without it.
+      reached: `ga_i` by sequence: SelfExtend has divided positions up to it.
       checkpoints: makes them and writes them back; None is none.
       logits: what the next token of each sequence is sampled from.
       counts: of upkeep, for `Stats`.
@@ -61,10 +62,10 @@ class CellCache:
         if config.self_extend:
             specs = device.layout.groups
             checks.self_extend(config.self_extend, specs, shifts=policy is not None)
-        if host.states is not None:
-            checks.recurrent_layers(drops=policy is not None)
+        if host.states is not None and policy is not None:
+            checks.recurrent_layers(config, attends=bool(host.groups))
         self.host, self.device, self.config, self.policy = host, device, config, policy
-        self.self_extend = open_rounds(config.self_extend)
+        self.extend, self.reached = extend_schedule(config), dict[int, int]()
         self.checkpoints = open_checkpoints(host, device, config)
         self.logits = LastLogits()
         self.counts = Counts()
@@ -88,12 +89,23 @@ class CellCache:
         after, copies = contents.apply(before, edit)
         if contents.unmoved(before, after):
             return
-        self.copy_cells(copies)
         cuts = isinstance(edit, Keep) or (isinstance(edit, Remove) and edit.p1 is None)
-        self.commit(after, "cut" if cuts else "changed")
+        self.edited(after, [copies], "cut" if cuts else "changed")
         self.logits.apply(edit)
-        if self.self_extend:
-            self.self_extend.apply(edit)
+        if isinstance(edit, Copy) and edit.src in self.reached:
+            # A copy has come as far as its source.
+            self.reached[edit.dst] = max(self.reached[edit.src], self.reached.get(edit.dst, 0))
+
+    def edited(
+        self,
+        after: CacheContents,
+        copies: Iterable[Iterable[CellCopies]],
+        reason: Literal["cut", "changed"] = "changed",
+    ) -> None:
+        """Replaces the contents by edited ones, for each edit after its cells were copied."""
+        for some in copies:
+            self.copy_cells(some)
+        self.commit(after, reason)
 
     def commit(self, after: CacheContents, reason: Literal["evicted", "cut", "changed"]) -> None:
         """Replaces the contents, and takes note of the checkpoints that are lost by it."""
@@ -115,7 +127,11 @@ class CellCache:
         """See `Runtime.can_remove`."""
         self.check_seq_id(seq_id)
         edit = Remove(seq_id=seq_id, p0=p0, p1=p1)
-        return rewind.can_apply(self.host.contents, edit) or self.resumes_at(edit) is not None
+        try:
+            contents.apply(self.host.contents, edit)
+        except CannotRewind:
+            return self.resumes_at(edit) is not None
+        return True
 
     # --- context checkpoints -------------------------------------------------------------------
 
@@ -128,15 +144,13 @@ class CellCache:
                 self.commit(after, "evicted")
 
     def resumes_at(self, edit: Remove) -> Checkpoint | None:
-        """The checkpoint that a sequence is cut back to, for a removal that needs one.
+        """The checkpoint that a sequence is cut back to, for a removal that layers refuse.
 
-        None if it needs none, or cannot be had: there is none before it, or what is between the
-        two has holes and so cannot be evaluated again.
+        None if there is none before it, or what is between the two has holes and so cannot be
+        evaluated again.
         """
         s, end = edit.seq_id, edit.p1
         if s is None or (end is not None and end <= self.host.pos_max(s)):
-            return None
-        if rewind.can_apply(self.host.contents, edit):
             return None
         found = checkpoints.nearest(self.host.checkpoints, s, edit.p0)
         if found is None:
@@ -171,8 +185,7 @@ class CellCache:
     def forget(self) -> None:
         """Drops the logits and the progress of SelfExtend of all sequences."""
         self.logits.forget(None)
-        if self.self_extend:
-            self.self_extend.forget()
+        self.reached.clear()
 
     @contextlib.contextmanager
     def without(self, seq_id: int, pos: int) -> Iterator[None]:
@@ -193,19 +206,6 @@ class CellCache:
         finally:
             self.host.commit(before)
 
-    def extend(self, seq_id: int) -> None:
-        """Applies the rounds of SelfExtend that are due before the next step."""
-        rounds, before = self.self_extend, self.host.contents
-        assert rounds is not None, "without SelfExtend no round is due"
-        plans = rounds.plan(before.groups, seq_id)
-        if plans:
-            self.copy_cells(plan.copies for plan in plans)
-            both = zip(before.groups, plans, strict=True)
-            new = (dataclasses.replace(g, cells=plan.cells) for g, plan in both)
-            self.commit(contents.extended(before, seq_id, new, plans[0].edits), "changed")
-            rounds.took(seq_id, plans[0])
-            self.counts.n_extend += plans[0].n_rounds
-
     # --- sequences in blocks -------------------------------------------------------------------
 
     def in_blocks(self, seq_id: int) -> bool:
@@ -215,7 +215,7 @@ class CellCache:
     @property
     def may_lie_in_blocks(self) -> bool:
         """Whether no policy, nor SelfExtend, ever moves positions."""
-        return not (self.policy or self.self_extend)
+        return not (self.policy or self.extend)
 
     def to_blocks(self, seq_id: int) -> int:
         """See `Runtime.to_blocks`."""

@@ -40,6 +40,8 @@ def settled(model: Any, config: Any, policy: Any) -> CacheConfig:
             f"the policy is of type {type(policy).__name__}; give one of kvrt.policies, or an "
             "object with the members of kvrt.Policy"
         )
+    if config.on_states == "keep" and model.recurrent is None:
+        raise BadConfig("on_states is 'keep', and the model has no recurrent layers; leave it out")
     return config.for_platform(jax.default_backend())
 
 
@@ -115,16 +117,17 @@ def free_cells(n: int, n_free: int, n_ctx: int, *, shifts: bool) -> None:
         )
 
 
-def recurrent_layers(*, drops: bool) -> None:
-    """Refuses what drops positions where layers are recurrent.
+def recurrent_layers(config: CacheConfig, *, attends: bool) -> None:
+    """Refuses a policy by position where layers are recurrent, unless states are to be kept.
 
     Raises:
-      BadConfig: a policy does.
+      BadConfig: they are not, or no layer has attention.
     """
-    if drops:
+    if config.on_states == "refuse" or not attends:
+        remedy = " (or set on_states to 'keep')" if attends else ""
         raise BadConfig(
             "a context shift or another policy takes positions out of a sequence, which the state "
-            "of recurrent layers cannot forget; do without it and raise n_ctx"
+            f"of recurrent layers cannot forget; do without it and raise n_ctx{remedy}"
         )
 
 

@@ -4,7 +4,7 @@ Every change is asked of all parts before any of them is replaced: new contents,
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.recurrent import RecurrentStates
 from kvrt.cells.cells import owned
 from kvrt.cells.edits import Copy, SeqEdit
-from kvrt.cells.sequences import seq_pos_max
 from kvrt.errors import UsageError
 
 
@@ -90,17 +89,22 @@ def _check_shared_alike(contents: CacheContents, edit: Copy) -> None:
         )
 
 
-def extended(
-    contents: CacheContents, seq_id: int, new: Iterable[CellGroup], edits: Iterable[SeqEdit]
-) -> CacheContents:
-    """The contents with `new` groups, in which rounds of SelfExtend have edited a sequence."""
-    tokens, kept, of_groups = contents.history, contents.checkpoints, tuple(new)
+def edited(
+    contents: CacheContents, seq_id: int, edits: Sequence[SeqEdit]
+) -> tuple[CacheContents, tuple[tuple[CellCopies, ...], ...]]:
+    """The contents after a schedule's edits of a sequence, and for each the cells to copy first.
+
+    A state of recurrent layers has all tokens before it, whatever their positions, and stays.
+    """
+    if not edits:
+        return contents, ()
+    after, copies = dataclasses.replace(contents, states=None), []
     for edit in edits:
-        tokens = history.apply(tokens, edit)
-        kept = checkpoints.apply(kept, edit, joins=False)
-    n_past = int(seq_pos_max(of_groups[0].cells, seq_id)) + 1
+        after, some = apply(after, edit)
+        copies.append(some)
+    n_past = groups.n_past(groups.main_group(after.groups), seq_id)
     states = contents.states and recurrent.folded(contents.states, seq_id, n_past)
-    return CacheContents(groups=of_groups, states=states, history=tokens, checkpoints=kept)
+    return dataclasses.replace(after, states=states), tuple(copies)
 
 
 def clear(contents: CacheContents) -> CacheContents:

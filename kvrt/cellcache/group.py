@@ -75,9 +75,15 @@ def open_group(
 def must_stay(
     group: CellGroup, pos: Int32[np.ndarray, " n"], n_past: int
 ) -> Bool[np.ndarray, " n"]:
-    """Which positions of a sequence have to stay, for its token at n_past and all after it."""
-    floor = window.kept_from(group.mask, n_past, moves=group.n_pinned is not None)
-    return (pos >= floor) | (pos < (group.n_pinned or 0))
+    """Which positions of a sequence have to stay, for its token at n_past and all after it.
+
+    Where a policy drops positions later ones move down, by any distance. In a window they see what
+    they saw; but a chunk may then begin anywhere among the last `size` positions, as a window does.
+    """
+    mask = group.mask
+    if group.n_pinned is not None and mask.kind == "chunked":
+        mask = dataclasses.replace(mask, kind="window")
+    return (pos >= window.horizon(mask, n_past)) | (pos < (group.n_pinned or 0))
 
 
 def main_group(groups: tuple[CellGroup, ...]) -> CellGroup:

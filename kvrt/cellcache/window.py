@@ -21,17 +21,6 @@ def horizon(mask: MaskSpec, pos: int) -> int:
     return 0
 
 
-def kept_from(mask: MaskSpec, pos: int, *, moves: bool) -> int:
-    """The least position that has to stay for a token at `pos`, and any after it.
-
-    With `moves` a policy drops positions and later ones move down, by any distance. In a window
-    they see what they saw; but a chunk may then begin anywhere among the last `size` positions.
-    """
-    if moves and mask.kind == "chunked":
-        return max(pos - mask.size + 1, 0)
-    return horizon(mask, pos)
-
-
 def can_resume(mask: MaskSpec, lost: Intervals, pos: int) -> bool:
     """Whether a token at `pos` sees nothing that was lost."""
     first = horizon(mask, pos)

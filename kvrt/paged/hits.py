@@ -12,10 +12,9 @@ from collections.abc import Sequence
 
 from kvrt.errors import BadConfig, UsageError
 from kvrt.paged.hashing import Chain
-from kvrt.paged.kinds import FullKind, GroupHit, ceil_div
+from kvrt.paged.kinds import FullKind, GroupHit, Moving, ceil_div
 from kvrt.paged.layout.spec import PagedGroup
 from kvrt.paged.lookup import Findable, Lookup
-from kvrt.paged.requests.moving import Moving
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

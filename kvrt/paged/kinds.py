@@ -9,10 +9,10 @@ Source: vLLM's single-type managers, and arXiv:2309.06180.
 import dataclasses
 import math
 from collections.abc import Collection, Sequence
+from typing import Protocol, runtime_checkable
 
 from kvrt.paged.layout.spec import NULL, PagedGroup
 from kvrt.paged.lookup import BlockIds, Lookup
-from kvrt.paged.requests.moving import Moving
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,6 +21,32 @@ class GroupHit:
 
     n_tokens: int
     blocks: list[BlockIds]
+
+
+@runtime_checkable
+class Moving(Protocol):
+    """A request that drops tokens, so that later ones move down.
+
+    Its positions change, so nobody else may have the blocks that move, and it can never be refused
+    a block in the middle: from its admission on it has as many as it will ever have at once. Blocks
+    that it has no use for now are spare; what slides out of a window, and what is dropped, goes
+    there too.
+    """
+
+    @property
+    def n_most(self) -> int:
+        """Tokens that it has at once at most."""
+        ...
+
+    @property
+    def n_keep(self) -> int:
+        """Its first tokens, which it never drops."""
+        ...
+
+    @property
+    def n_left(self) -> int:
+        """Tokens that each of its drops leaves, at least."""
+        ...
 
 
 def ceil_div(n: int, by: int) -> int:
@@ -74,8 +100,8 @@ class FullKind:
         """Blocks at the beginning that stay while later ones go."""
         return 0
 
-    def n_skipped(self, n_tokens: int, *, moves: bool = False) -> int:
-        """Of n_tokens, how many at the beginning no later token sees; see `moves` of chunks."""
+    def n_skipped(self, n_tokens: int, moving: Moving | None = None) -> int:
+        """Of n_tokens, how many at the beginning no later token sees; see `ChunkedKind`."""
         return 0
 
     def n_new(self, n_entries: int, n_tokens: int, n_lookahead: int) -> int:
@@ -92,7 +118,14 @@ class FullKind:
 
     def n_reserved(self, moving: Moving, n_in_flight: int) -> int:
         """The most blocks that a request which drops tokens, and moves others, has at once."""
-        return ceil_div(moving.n_most + moving.n_gap(self.block_size), self.block_size)
+        return ceil_div(moving.n_most + self.n_gap(moving), self.block_size)
+
+    def n_gap(self, moving: Moving) -> int:
+        """Cells of dropped tokens that lie between those that stay and those that moved, at most.
+
+        They are in the last block that stays, and in the first one that moves.
+        """
+        return -moving.n_keep % self.block_size + self.block_size - 1
 
     def serves_hit(self, index: int, segment: int, marks: Collection[int]) -> bool:
         """Whether a hit can end so that it needs block `index`.
@@ -117,7 +150,7 @@ class SlidingKind(FullKind):
     def n_head(self, moving: Moving | None = None) -> int:
         """Blocks at the beginning that stay."""
         n = self.group.n_sink
-        if moving is not None and self.n_skipped(moving.n_left, moves=True) < moving.n_keep:
+        if moving is not None and self.n_skipped(moving.n_left, moving) < moving.n_keep:
             n = max(n, moving.n_keep)
         return ceil_div(n, self.block_size)
 
@@ -171,7 +204,7 @@ class SlidingKind(FullKind):
         whole = super().n_reserved(moving, n_in_flight)
         size = ceil_div(self.group.size - 1 + n_in_flight, b) + 1
         if n_head * b >= moving.n_keep:
-            return min(whole, n_head + size + ceil_div(moving.n_gap(b), b))
+            return min(whole, n_head + size + ceil_div(self.n_gap(moving), b))
         # What it shares goes to others when it slides out: the run that a hit gave, and those of
         # the two ends that others may find (see `Transactions.register`).
         n_found = min(3 * (ceil_div(self.group.size - 1, b) + 1), ceil_div(moving.n_keep, b))
@@ -181,7 +214,7 @@ class SlidingKind(FullKind):
 class WindowKind(SlidingKind):
     """A token sees the last `size` tokens, itself included."""
 
-    def n_skipped(self, n_tokens: int, *, moves: bool = False) -> int:
+    def n_skipped(self, n_tokens: int, moving: Moving | None = None) -> int:
         """Of n_tokens, how many at the beginning no later token sees but as sinks."""
         return max(0, n_tokens - self.group.size + 1)
 
@@ -195,13 +228,13 @@ class WindowKind(SlidingKind):
 class ChunkedKind(SlidingKind):
     """A token sees its own chunk of `size` tokens up to itself."""
 
-    def n_skipped(self, n_tokens: int, *, moves: bool = False) -> int:
+    def n_skipped(self, n_tokens: int, moving: Moving | None = None) -> int:
         """Of n_tokens, how many at the beginning no later token sees but as sinks.
 
         Where tokens move a chunk may begin anywhere among the last `size`.
         """
         size = self.group.size
-        return max(0, n_tokens - size + 1) if moves else n_tokens // size * size
+        return n_tokens // size * size if moving is None else max(0, n_tokens - size + 1)
 
     def n_peak(self, n_tokens: int, n_in_flight: int) -> int:
         """The most blocks that a sequence of n_tokens has at once."""
@@ -229,7 +262,7 @@ class RecurrentKind(FullKind):
                 return GroupHit(n_tokens=n, blocks=[lookup.nothing] * index + [ids])
         return GroupHit(n_tokens=0, blocks=[])
 
-    def n_skipped(self, n_tokens: int, *, moves: bool = False) -> int:
+    def n_skipped(self, n_tokens: int, moving: Moving | None = None) -> int:
         """Of n_tokens, how many lie before the one whose state is the last."""
         return max(0, n_tokens - 1)
 

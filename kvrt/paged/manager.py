@@ -10,13 +10,12 @@ from collections.abc import Hashable, Iterable, Sequence
 from kvrt.errors import BadRange, CacheFull, UsageError
 from kvrt.paged.hashing import Chain
 from kvrt.paged.hits import Finder, Hit, Wanted, hit_sizes
-from kvrt.paged.kinds import FullKind, kind_of
+from kvrt.paged.kinds import FullKind, Moving, kind_of
 from kvrt.paged.layout.spec import NULL, PagedGroup
 from kvrt.paged.lookup import Findable
 from kvrt.paged.pool import BlockPool
 from kvrt.paged.requests.copies import BlockCopy, Copies
 from kvrt.paged.requests.forks import Forks
-from kvrt.paged.requests.moving import Moving
 from kvrt.paged.requests.promises import Promises
 from kvrt.paged.requests.request_blocks import RequestBlocks, begin_request
 from kvrt.paged.requests.transaction import AllocationPlan, Registered, Transactions
@@ -118,7 +117,7 @@ class BlockManager:
           BadRange: n_tokens or n_settled is out of range.
           UsageError: the hit is out of date, or the request is not new.
         """
-        moving = whole if isinstance(whole, Moving) else None
+        moving = None if isinstance(whole, int) else whole
         request = self._begun(request_id, chain, hit, moving)
         plan = self._plan(request, n_tokens, hit, n_settled)
         needs = [plan.need]

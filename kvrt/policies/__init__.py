@@ -3,9 +3,10 @@
 from types import MappingProxyType
 
 from kvrt.policies.attention_sinks import AttentionSinks
-from kvrt.policies.context import Advance, PolicyContext
 from kvrt.policies.context_shift import ContextShift
+from kvrt.policies.drops import DropSchedule
 from kvrt.policies.policy import Drop, Policy
+from kvrt.policies.schedule import Due, Schedule, SeqCounts
 from kvrt.policies.scored import (
     SCORED,
     DuoAttention,
@@ -35,21 +36,30 @@ def policy_name(policy: AnyPolicy) -> str:
     return {**names, DuoAttention: "duo_attention"}.get(type(policy), type(policy).__name__)
 
 
+def __getattr__(name: str) -> object:
+    """Refuses names that have a successor."""
+    now = {"PolicyContext": "DropSchedule", "Advance": "Due"}.get(name)
+    remedy = f"; it is {now} now, whose `due(counts)` says what `advance` said" if now else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{remedy}")
+
+
 __all__ = [
     "POLICIES",
     "SCORED",
-    "Advance",
     "AnyPolicy",
     "AttentionSinks",
     "ContextShift",
     "Drop",
+    "DropSchedule",
+    "Due",
     "Observed",
     "Policy",
-    "PolicyContext",
     "QuerySums",
     "Reads",
+    "Schedule",
     "ScoredPolicy",
     "Seen",
+    "SeqCounts",
     "Tap",
     "by_position",
     "policy_name",

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from kvrt.arrays import Array, Float, Int32, TokenIds
-from kvrt.cache import capture, checks, room
+from kvrt.cache import capture, checks, schedules
 from kvrt.cache.cell_cache import CellCache
 from kvrt.cache.runner import CellSteps, Runner
 from kvrt.cellcache import history
@@ -74,7 +74,7 @@ def compute(
     ids += checks.token_ids(tokens, n_vocab).tolist()
     _check_cache(cache)
     seq_id = _empty(cache, set())
-    room.check_free(cache, len(ids), cache.host.n_free)
+    schedules.check_free(cache, len(ids), cache.host.n_free)
     try:
         n = 0 if begun is None else _restore_begun(cache, begun, ids, (seq_id, here))
         if n < len(ids):
@@ -119,7 +119,7 @@ def blend(
     check_spec(len(chunks), cache.device.layout.n_layers, spec)
     _check_shared(groups, spec)
     scratch = _scratch(cache, seq_id)
-    room.check_free(cache, sum(_sizes(chunks)) + len(ids), cache.host.n_free)
+    schedules.check_free(cache, sum(_sizes(chunks)) + len(ids), cache.host.n_free)
 
     def fitted(chunk: CachedChunk) -> CachedChunk:
         found = capture.fitted(chunk.snapshot, here, cache.config, convert=False)
@@ -272,7 +272,7 @@ def _check_cache(cache: CellCache) -> None:
             "before in one order, so chunks cannot be blended; set swa_full, leave the policy out, "
             "or prefill the text"
         )
-    if cache.self_extend:
+    if cache.extend:
         raise BadConfig(
             "SelfExtend in the cache gives several tokens one position, so that none of them can "
             'be replaced alone; use the kind "paper"'

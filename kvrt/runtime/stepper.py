@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvrt.arrays import Array, Float, Int32, TokenIds
-from kvrt.cache import checks, room
+from kvrt.cache import checks, schedules
 from kvrt.cache.cell_cache import CellCache
 from kvrt.cache.last_logits import ResumePoint
 from kvrt.cache.runner import CellSteps, Runner
@@ -96,9 +96,9 @@ class Stepper:
         cache = self._cache
         ids = checks.token_ids(tokens, self.n_vocab)
         wanted = checks.out_ids(out_ids, len(ids))
-        policy, kept, n = cache.policy, cache.checkpoints, len(ids)
-        n_part = room.n_part(cache, policy, seq_id, n) if policy is not None else n
-        room.make_room(cache, {seq_id: n_part})
+        kept, n = cache.checkpoints, len(ids)
+        n_part = schedules.n_part(cache, seq_id, n) if cache.policy else n
+        schedules.make_room(cache, {seq_id: n_part})
         logits, step, n_done = [], min(n_part, self._config.n_ubatch), 0
         if kept and n > 1:
             cache.add_checkpoint(seq_id)
@@ -107,9 +107,9 @@ class Stepper:
                 size = min(step, kept.n_until(self._host.pos_max(seq_id) + 1)) if kept else step
                 part = ids[n_done : n_done + size]
                 if n_part < n and n_done > 0:
-                    room.make_room(cache, {seq_id: len(part)})
-                if cache.self_extend:
-                    cache.extend(seq_id)
+                    schedules.make_room(cache, {seq_id: len(part)})
+                if cache.extend:
+                    schedules.extend(cache, seq_id)
                 here = [i - n_done for i in wanted if n_done <= i < n_done + len(part)]
                 with HeldInterrupts():
                     logits.append(self._step(self._at_end(part, seq_id), here))
@@ -128,12 +128,12 @@ class Stepper:
 
     def remove(self, edit: Remove) -> None:
         """See `Runtime.seq_rm`."""
-        for s in edit.seq_ids:
-            self._cache.check_seq_id(s)
-        found = self._cache.resumes_at(edit)
-        if found is None:
-            self._cache.apply(edit)
-            return
+        try:
+            return self._cache.apply(edit)
+        except CannotRewind:
+            found = self._cache.resumes_at(edit)
+            if found is None:
+                raise
         (seq_id,) = edit.seq_ids
         pos, ids, _ = history.entries(self._host.history, seq_id)
         again = ids[(pos >= found.pos) & (pos < edit.p0)]
@@ -147,7 +147,7 @@ class Stepper:
         ids = checks.token_ids(tokens, self.n_vocab)
         self._cache.check_seq_id(seq_id)
         checks.last_pos(first + len(ids))
-        if host.rolls or host.states is not None or cache.self_extend:
+        if host.rolls or host.states is not None or cache.extend:
             raise CannotRewind(
                 f"positions [{first}, {first + len(ids)}) of sequence {seq_id} cannot be filled: "
                 "windowed layers that reuse cells, recurrent ones, policies by score and "
@@ -161,11 +161,11 @@ class Stepper:
                 f"positions [{first}, {first + len(ids)}) of sequence {seq_id} are not empty: "
                 f"{len(inside)} are held; remove or move them first"
             )
-        room.check_end(cache, seq_id, first + len(ids))
+        schedules.check_end(cache, seq_id, first + len(ids))
         if cache.in_blocks(seq_id):
             cache.copy_on_write(np.full(len(ids), seq_id, np.int32), {seq_id: first})
         else:
-            room.check_free(cache, len(ids), host.n_free)
+            schedules.check_free(cache, len(ids), host.n_free)
         n_done, n_ubatch = 0, self._config.n_ubatch
         try:
             for start in range(0, len(ids), n_ubatch):
@@ -189,10 +189,9 @@ class Stepper:
         for s in seqs:
             cache.check_seq_id(s)
         checks.step_size(n, self._config.n_ubatch)
-        room.make_room(cache, dict.fromkeys(seqs, 1))
-        if cache.self_extend:
-            for s in seqs:
-                cache.extend(s)
+        schedules.make_room(cache, dict.fromkeys(seqs, 1))
+        for s in seqs if cache.extend else ():
+            schedules.extend(cache, s)
         pos = np.array([host.pos_max(s) + 1 for s in seqs], np.int32)
         seq_ids, size = np.array(seqs, np.int32), bucket(n, self._config.n_ubatch)
         step = StepTokens(tokens=ids, pos=pos, seq_ids=seq_ids, size=size)
@@ -377,13 +376,8 @@ class Stepper:
 
     def _n_ahead(self, seq_id: int, n: int) -> int:
         """Tokens of n that a sequence can take in before something moves, after room for one."""
-        host, cache = self._host, self._cache
-        room.make_room(cache, {seq_id: 1})
-        if cache.self_extend:
-            cache.extend(seq_id)
-        n = min(n, max(room.n_fit(cache, seq_id), 1))
-        if cache.self_extend:
-            n = min(n, cache.self_extend.n_until(host.cells, seq_id) or n)
+        host = self._host
+        n = min(n, schedules.n_ahead(self._cache, seq_id))
         if host.rolls:
             n = min(n, self._config.n_ubatch)
         checks.last_pos(host.pos_max(seq_id) + 1 + n)

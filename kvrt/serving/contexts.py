@@ -4,14 +4,15 @@ import dataclasses
 from collections.abc import Callable
 
 from kvrt.cellcache import window
-from kvrt.config import CacheConfig, GroupSpec, MaskSpec, SelfExtend
+from kvrt.config import CacheConfig, GroupSpec, MaskSpec
 from kvrt.errors import BadConfig, BadRequest
-from kvrt.policies import Policy, PolicyContext
+from kvrt.policies import DropSchedule, Policy, Schedule
+from kvrt.policies.schedule import n_first
+from kvrt.policies.self_extend import ExtendSchedule, extend_schedule
 from kvrt.program.layout import Layout
 from kvrt.serving.cache.base import Space
 from kvrt.serving.request import Request
 from kvrt.sizes import extent
-from kvrt.upkeep.extend_schedule import ExtendSchedule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ class Contexts:
     requantizes: bool
     masks: tuple[MaskSpec, ...]
     n_pinned: int | None
-    fits: Callable[[PolicyContext, int], bool]
+    fits: Callable[[DropSchedule], bool]
     refusal: str = ""
     extend: ExtendSchedule | None = None
     n_sink: int = 0
@@ -53,39 +54,34 @@ class Contexts:
             raise BadConfig(wrong)
         return self
 
-    def of(self, request: Request) -> PolicyContext | None:
-        """The context of a request; None where nothing will ever have to go.
+    def of(self, request: Request) -> Schedule | None:
+        """The schedule of a request; None where nothing will ever be due.
 
         Raises:
           BadRequest: its policy does not fit the cache or the model.
         """
         policy = self.policy if request.policy == "default" else request.policy
+        n_prompt, n_whole = len(request.tokens), request.n_whole
         if policy is None or policy == "none":
-            return None
+            extend = self.extend
+            return extend if extend and n_whole > n_first(extend, n_prompt) else None
         n_ctx = min(self.n_ctx, request.quota or self.n_ctx)
         here = self if n_ctx == self.n_ctx else dataclasses.replace(self, n_ctx=n_ctx)
         if wrong := here._wrong(policy):
             raise BadRequest(f"{request.name}: {wrong}")
         context = here._context(policy)
-        if request.n_whole <= context.advance(len(request.tokens), 0, 0).n_until:
+        if n_whole <= n_first(context, n_prompt):
             return None
-        n_left = context.n_left(len(request.tokens), request.n_whole)
-        if wrong := self._no_room(context, n_left):
+        context = dataclasses.replace(context, n_left=context.left_of(n_prompt, n_whole))
+        if wrong := self._no_room(context):
             raise BadRequest(f"{request.name}: {wrong}")
         pinned = self.n_pinned is not None and policy.n_keep <= self.n_pinned
         for mask in () if pinned else self.masks:
             self._check_window(request, context, mask)
         return context
 
-    def extend_of(self, request: Request) -> ExtendSchedule | None:
-        """SelfExtend of a request; None where no round will ever be due."""
-        extend = self.extend
-        if extend is None or request.n_whole <= extend.n_first(len(request.tokens)):
-            return None
-        return extend
-
-    def _context(self, policy: Policy) -> PolicyContext:
-        return PolicyContext(
+    def _context(self, policy: Policy) -> DropSchedule:
+        return DropSchedule(
             policy=policy, n_ctx=self.n_ctx, n_step=self.n_step, requantizes=self.requantizes
         )
 
@@ -105,19 +101,18 @@ class Contexts:
                 f"{self.n_sink} for ever: tokens that move there have left their window before; "
                 f"keep {self.n_sink}, or set swa_full"
             )
-        context = self._context(policy)
-        return self._no_room(context, context.n_left_endless)
+        return self._no_room(self._context(policy).endless())
 
-    def _no_room(self, context: PolicyContext, n_left: int) -> str:
+    def _no_room(self, context: DropSchedule) -> str:
         """That the cache has no room for a request of a context; empty if it has."""
-        if self.fits(context, n_left):
+        if self.fits(context):
             return ""
         return (
             f"{type(context.policy).__name__} keeps up to {context.n_most} tokens, and needs two "
             "blocks more for the cells of dropped ones; lower n_ctx_seq or raise n_ctx"
         )
 
-    def _check_window(self, request: Request, context: PolicyContext, mask: MaskSpec) -> None:
+    def _check_window(self, request: Request, context: DropSchedule, mask: MaskSpec) -> None:
         """Refuses drops after which a token would see positions that layers have used again.
 
         Raises:
@@ -161,8 +156,8 @@ def contexts_of(
         masks=tuple(dict.fromkeys(rolling)),
         n_pinned=space.n_pinned,
         fits=space.fits,
-        refusal=_refusal(layout, len(rolling), config.self_extend, paged=paged),
-        extend=_schedule(config),
+        refusal=_refusal(layout, len(rolling), config, paged=paged),
+        extend=extend_schedule(config),
         n_sink=max((g.mask.n_sink for g in layout.groups if _passes(g, config)), default=0)
         if paged
         else 0,
@@ -173,20 +168,15 @@ def _passes(group: GroupSpec, config: CacheConfig) -> bool:
     return group.mask.kind in ("window", "chunked") and not config.swa_full
 
 
-def _schedule(config: CacheConfig) -> ExtendSchedule | None:
+def _refusal(layout: Layout, n_rolling: int, config: CacheConfig, *, paged: bool) -> str:
     extend = config.self_extend
-    if extend is None or extend.kind != "cache" or extend.ga_n == 1:
-        return None
-    return ExtendSchedule(extend=extend, n_step=config.n_ubatch)
-
-
-def _refusal(layout: Layout, n_rolling: int, extend: SelfExtend | None, *, paged: bool) -> str:
     if extend is not None and extend.kind == "cache":
         return "and SelfExtend in the cache both move positions; choose one of them"
-    if layout.recurrent is not None:
+    if layout.recurrent is not None and (paged or config.on_states == "refuse"):
+        remedy = "" if paged else " (or set on_states to 'keep')"
         return (
             "takes positions out of a sequence, which the state of recurrent layers cannot "
-            "forget; do without it and raise n_ctx"
+            f"forget; do without it and raise n_ctx{remedy}"
         )
     if not paged and n_rolling == len(layout.groups):
         return (

@@ -13,7 +13,7 @@ from kvrt.config import CacheConfig
 from kvrt.drafts.layer_skip import LayerSkip
 from kvrt.errors import BadRequest, warn_renamed
 from kvrt.exclusive import Exclusive, Guarded, one_call_at_a_time
-from kvrt.policies import AnyPolicy, PolicyContext, by_position
+from kvrt.policies import AnyPolicy, Schedule, by_position
 from kvrt.program.mesh import MeshSpec
 from kvrt.program.programs import Programs
 from kvrt.program.rounds.layer_skip import check_exit
@@ -156,7 +156,7 @@ class Engine:
         sampling = sampling or src.sampling
         request = dataclasses.replace(src.request, id=fork_id, n=1, sampling=sampling)
         dst = src.forked(request, 0)
-        self._check(dst.request, dst.context)
+        self._check(dst.request, dst.schedule)
         n = self._scheduler.fork(src, dst)
         self._steps.metrics.forked(n > 0)
         return n
@@ -347,15 +347,16 @@ class Engine:
             self.tiers.close()
 
     def _add(self, request: Request) -> None:
-        context, extend = self._contexts.of(request), self._contexts.extend_of(request)
-        request = self._sessions.private(request, moves=bool(context or extend))
-        self._check(request, context)
+        schedule = self._contexts.of(request)
+        request = self._sessions.private(request, schedule)
+        self._check(request, schedule)
         sparse = self.config.select is not None
-        self._steps.add(samples_of(request, context, extend, reads_sparsely=sparse))
+        self._steps.add(samples_of(request, schedule, reads_sparsely=sparse))
 
-    def _check(self, request: Request, context: PolicyContext | None) -> None:
+    def _check(self, request: Request, schedule: Schedule | None) -> None:
         """Refuses a new request that cannot be served; raises BadRequest."""
-        self._limits.check(request, self._scheduler.live, context)
+        drops = schedule is not None and schedule.drops
+        self._limits.check(request, self._scheduler.live, drops=drops)
         if self._outputs.is_streaming(request.id):
             raise BadRequest(
                 f"{request.name} ended, and its stream is not read to the end; read or close it, "

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Container
 
 from kvrt.errors import BadRequest
-from kvrt.policies import PolicyContext
 from kvrt.serving.request import Request
 
 
@@ -22,15 +21,13 @@ class Limits:
     n_ctx: int
     n_max: int
 
-    def check(
-        self, request: Request, live: Container[str], context: PolicyContext | None = None
-    ) -> None:
+    def check(self, request: Request, live: Container[str], *, drops: bool = False) -> None:
         """Refuses a request that this engine cannot serve.
 
         Args:
           request: what is asked.
           live: ids that are being served.
-          context: of its policy, where that will have to drop tokens.
+          drops: whether its policy will have to drop tokens.
 
         Raises:
           BadRequest: its id is taken, a token is outside the vocabulary, or it is too long.
@@ -51,7 +48,7 @@ class Limits:
                 f"in the vocabulary {n_other} are stop ids; lower num_beams"
             )
         need = f"{name}: {len(request.tokens)} prompt tokens and n_predict {request.n_predict}"
-        if context is not None:
+        if drops:
             return
         if request.n_whole > self.n_ctx:
             raise BadRequest(

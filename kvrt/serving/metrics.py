@@ -224,10 +224,10 @@ class Metrics:
         self._sequences["admitted"] += len(plan.admitted)
         self._sequences["preempted"] += len(plan.preempted)
         self._sequences["offloaded"] += len(plan.offloaded)
-        for _, _, drops in plan.drops:
-            self._drops["events"] += len(drops)
-            self._drops["tokens"] += sum(drop.n for drop in drops)
-        self._n_extend += plan.n_extend
+        for _, _, due in plan.edited:
+            self._drops["events"] += len(due.drops)
+            self._drops["tokens"] += sum(drop.n for drop in due.drops)
+            self._n_extend += len(due.divided)
 
     def ran(self, plan: StepPlan, n_sampled: int, n_past: int = 0, *, ahead: bool = False) -> None:
         """The planned step ran, and so many tokens were sampled; n_past more were past an end."""

@@ -15,11 +15,11 @@ from kvrt.drafts.back_off import BackOff
 from kvrt.errors import BadRequest
 from kvrt.paged.hashing import Chain
 from kvrt.paged.hits import Hit
-from kvrt.policies import Policy, PolicyContext
+from kvrt.policies import DropSchedule, Policy, Schedule, SeqCounts
+from kvrt.policies.schedule import n_first
 from kvrt.program.sample import Sampling
 from kvrt.serving.beams.spec import BeamSpec, EarlyStopping
 from kvrt.serving.sessions.private_prefix import PrivatePrefix
-from kvrt.upkeep.extend_schedule import ExtendSchedule
 from kvrt.whole_numbers import take_whole_numbers
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -181,15 +181,13 @@ class SeqState:
       n_past_read: of them those by steps ahead, of which nobody has read what they sampled.
       n_cached: tokens of the prompt that were cached when it was first admitted.
       n_most: tokens at which it ends.
-      context: its policy's, if that will have to drop tokens; else None.
-      n_left: tokens that each drop leaves at least; 0 without a context.
-      n_dropped: tokens that its policy dropped.
-      n_before_drop: tokens that were computed before the first of them went; None if none did.
-      extend: of SelfExtend in the cache, if that will have to move positions; else None.
-      n_behind: by how much positions are behind the count of tokens, for those that were dropped
-        and those that share one: the next token, i, is at position i - n_behind.
-      n_until: tokens at which its policy has to drop some, or a part of its prompt ends, or a round
-        of SelfExtend is due; None without either.
+      schedule: of its policy or of SelfExtend in the cache, if that will change positions.
+      context: the schedule if it drops tokens; else None.
+      n_gone: positions that it took, of tokens that were dropped and of those that share one: the
+        next token, i, is at position i - n_gone.
+      n_before_drop: tokens that were computed before the first was dropped; None if none was.
+      n_until: tokens at which its schedule has edits due, or a part of its prompt ends; None
+        without one.
       status: where it is.
       finish_reason: why it ended.
       error: what went wrong, one line.
@@ -226,12 +224,10 @@ class SeqState:
     n_past_read: int = 0
     n_cached: int | None = None
     n_most: int = dataclasses.field(init=False)
-    context: PolicyContext | None = None
-    n_left: int = dataclasses.field(default=0, init=False)
-    n_dropped: int = 0
+    schedule: Schedule | None = None
+    context: DropSchedule | None = dataclasses.field(default=None, init=False)
+    n_gone: int = 0
     n_before_drop: int | None = None
-    extend: ExtendSchedule | None = None
-    n_behind: int = 0
     n_until: int | None = None
     status: Status = "waiting"
     finish_reason: FinishReason | None = None
@@ -262,8 +258,7 @@ class SeqState:
         """What every step would have to add up."""
         self.n_most = len(self.request.tokens) + self.request.n_predict
         self.n_until = self._n_until_first()
-        if self.context is not None:
-            self.n_left = self.context.n_left(self.n_prompt, self.request.n_whole)
+        self.context = self.schedule if isinstance(self.schedule, DropSchedule) else None
 
     @property
     def n_prompt(self) -> int:
@@ -305,17 +300,23 @@ class SeqState:
     @property
     def n_past(self) -> int:
         """The position of the next token that is computed."""
-        return self.n_computed - self.n_behind
+        return self.n_computed - self.n_gone
 
     @property
-    def n_folded(self) -> int:
-        """Positions that SelfExtend took, so that tokens share those that are left."""
-        return self.n_behind - self.n_dropped
+    def counts(self) -> SeqCounts:
+        """What its schedule decides by."""
+        assert self.seq_id is not None, "a sample that runs has a sequence number"
+        return SeqCounts(self.seq_id, self.n_prompt, self.n_computed, self.n_gone)
 
     @property
-    def moves(self) -> bool:
-        """Whether what it computed moves before it ends, by its policy or by SelfExtend."""
-        return self.context is not None or self.extend is not None
+    def n_dropped(self) -> int:
+        """Tokens that its policy dropped."""
+        return 0 if self.context is None else self.n_gone
+
+    @property
+    def folds(self) -> bool:
+        """Whether tokens come to share positions, by SelfExtend in the cache."""
+        return self.schedule is not None and self.context is None
 
     @property
     def n_unmoved(self) -> int:
@@ -325,23 +326,21 @@ class SeqState:
         With a policy it ends within the first part of a long prompt, where something may drop.
         """
         if self.context is not None:
-            return min(self.context.policy.n_keep, self.context.n_part(self.n_prompt))
-        if self.extend is not None:
-            return self.extend.n_first(self.n_prompt)
+            return min(self.context.n_keep, self.context.n_part(self.n_prompt))
+        if self.schedule is not None:
+            return n_first(self.schedule, self.n_prompt)
         return self.n_prompt if self.reads_sparsely else len(self.tokens)
 
     @property
     def n_never_moved(self) -> int | None:
         """Tokens in the cache, from the first on, that stay where they are; None is all."""
-        if self.extend is not None:
-            return 0
-        return None if self.context is None else self.context.policy.n_keep
+        return None if self.schedule is None else self.schedule.n_keep
 
     @property
     def as_computed(self) -> list[int]:
         """Tokens in the cache that stand where they were computed, none before them dropped."""
         if self.n_dropped and self.context is not None:
-            return self.tokens[: self.context.policy.n_keep]
+            return self.tokens[: self.context.n_keep]
         return self.tokens[: min(self.n_computed - self.n_past_read, self.n_unmoved)]
 
     @property
@@ -374,15 +373,14 @@ class SeqState:
             request=request,
             sample=sample,
             tokens=list(self.tokens),
-            context=self.context,
-            extend=self.extend,
+            schedule=self.schedule,
             reads_sparsely=self.reads_sparsely,
         )
 
     def restart(self) -> None:
         """Nothing of it is in the cache; its policy has dropped nothing."""
         assert not self.n_dropped, "what was dropped cannot be computed again"
-        self.n_computed, self.n_behind, self.n_until = 0, 0, self._n_until_first()
+        self.n_computed, self.n_gone, self.n_until = 0, 0, self._n_until_first()
 
     def append(self, token: int) -> FinishReason | None:
         """Appends a sampled token; why the sample ends with it, or None if it does not."""
@@ -392,9 +390,7 @@ class SeqState:
         return "length" if len(self.tokens) >= self.n_most else None
 
     def _n_until_first(self) -> int | None:
-        if self.extend is not None:
-            return self.extend.n_first(self.n_prompt)
-        return self.context and self.context.advance(self.n_prompt, 0, 0).n_until
+        return None if self.schedule is None else n_first(self.schedule, self.n_prompt)
 
     def close(self, reason: FinishReason, error: str | None = None) -> None:
         """Ends it; only its tokens, and why it ended, are kept."""
@@ -404,14 +400,10 @@ class SeqState:
 
 
 def samples_of(
-    request: Request,
-    context: PolicyContext | None = None,
-    extend: ExtendSchedule | None = None,
-    *,
-    reads_sparsely: bool = False,
+    request: Request, schedule: Schedule | None = None, *, reads_sparsely: bool = False
 ) -> tuple[SeqState, ...]:
     """The states of all samples of a request that was checked; of a beam search its first beam."""
-    same = {"context": context, "extend": extend, "reads_sparsely": reads_sparsely}
+    same = {"schedule": schedule, "reads_sparsely": reads_sparsely}
     n, n_ahead = (request.n, 0) if request.num_beams == 1 else (1, request.num_beams - 1)
     made = ({"sample": i, "tokens": list(request.tokens)} for i in range(n))
     return tuple(SeqState(request=request, n_ahead=n_ahead, **x, **same) for x in made)

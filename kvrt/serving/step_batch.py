@@ -36,7 +36,7 @@ class Chunk(NamedTuple):
     @property
     def pos(self) -> int:
         """The position of its first token."""
-        return self.start - self.state.n_behind
+        return self.start - self.state.n_gone
 
     @property
     def n_before(self) -> int:
@@ -173,7 +173,7 @@ def step_batch(
     prompts += tuple(Chunk(s, s.n_computed, len(x) + 1) for s, x in plan.drafts.items())
     ids, seq_ids = [s.tokens[s.n_computed] for s in decode], [s.seq_id for s in decode]
     starts = np.array([s.n_computed for s in decode], np.int32)
-    pos = starts - np.array([s.n_behind for s in decode], np.int32)
+    pos = starts - np.array([s.n_gone for s in decode], np.int32)
     for c in prompts:
         ids += c.state.tokens[c.start : c.end]
         ids += plan.drafts.get(c.state, ())

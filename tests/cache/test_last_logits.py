@@ -8,7 +8,7 @@ import pytest
 
 from kvrt import CacheConfig, ContextShift, MaskSpec, Runtime, Sampling, SelfExtend, errors
 from kvrt import cells as kc
-from kvrt.cache import room
+from kvrt.cache import schedules
 from kvrt.runtime.generate import After
 from tests.oracle import Oracle, rope
 from tests.toys import HybridLm, RowModel, ToyLm, allclose, tables
@@ -211,7 +211,7 @@ def test_generations_go_on_over_context_shifts(mode):
     # Room made between two of them moves the end, and what goes on there goes on.
     at = start()
     begun = ids(itertools.islice(at.generate(16, stride=4), 14))
-    room.make_room(at._cache, {0: 9})
+    schedules.make_room(at._cache, {0: 9})
     assert at.stats().n_dropped and begun[-1] != at.token_history()[1][-1]
     rest = ids(at.generate(3))
     assert at.token_history()[1].tolist()[-5:] == [*begun[-3:], *rest[:2]]

@@ -98,7 +98,7 @@ SAMPLES = {
     **{"n_ctx": "96", "n_seq_max": "3", "block_size": "64", "n_ubatch": "32", "n_batch": "64"},
     **{"cache_type_k": "bf16", "cache_type_v": "bf16", "rope": "read", "attention": "pallas_gpu"},
     **{"defrag_thold": "0.5", "grp_attn_n": "4", "grp_attn_w": "256", "self_extend": "paper"},
-    **{"n_rs_seq": "2", "n_checkpoints": "3", "checkpoint_interval": "512"},
+    **{"n_rs_seq": "2", "on_states": "keep", "n_checkpoints": "3", "checkpoint_interval": "512"},
     **{"checkpoint_bytes": "1MB", "window_sinks": "2", "mesh": "tensor=2,context=2"},
     **{"keep": "1", "n_discard": "3", "n_window": "20", "n_sink": "2", "n_drop": "5"},
     **{"temp": "0.1", "top_k": "3", "top_p": "0.5", "min_p": "0.5", "repeat_penalty": "1.5"},

@@ -1,5 +1,7 @@
 """Tokens that a policy drops from blocks: what later ones see keeps its cells, no block is lost."""
 
+import dataclasses
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -9,7 +11,6 @@ from paged_cases import Cache, chunked, full, state, text, window
 from kvrt.errors import UsageError
 from kvrt.paged.hits import Wanted
 from kvrt.paged.layout.spec import NULL
-from kvrt.paged.requests.moving import Moving
 from kvrt.paged.tables import BlockTables
 
 N_MOST, CHUNK = 40, 7  # tokens that a request has at once, and those of a step
@@ -21,6 +22,15 @@ GROUPS = {
     "chunked": lambda b: chunked(6, b=b),
     "sinks of chunks": lambda b: chunked(9, b=b, n_sink=2),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Moving:
+    """What a request keeps, see `kvrt.paged.kinds.Moving`."""
+
+    n_most: int
+    n_keep: int
+    n_left: int = 0
 
 
 class Request:

@@ -1,4 +1,4 @@
-"""Drops that are decided ahead are those that `plan_room` plans from the cells, one by one."""
+"""Drops that are decided ahead are those that `plan_drops` plans from the cells, one by one."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -6,10 +6,9 @@ import pytest
 from hypothesis import assume, example, given
 
 from kvrt import CacheConfig, Runtime
+from kvrt.cache.schedules import DropPlan, plan_drops
 from kvrt.cellcache.host_cells import HostCells
-from kvrt.cellcache.room import plan_room
-from kvrt.policies import AttentionSinks, ContextShift, Drop, PolicyContext
-from kvrt.policies.context import Advance, n_at_once
+from kvrt.policies import AttentionSinks, ContextShift, Drop, DropSchedule, SeqCounts
 from tests.toys import ToyLm
 
 pytestmark = pytest.mark.usefixtures("numpy_device")
@@ -35,13 +34,13 @@ class Cells:
         self.host = HostCells(ToyLm(n_layers=1).groups, None, config)
 
     def take(self, n):
-        """n tokens come in after room was made for them, as `cache.room` makes it."""
+        """n tokens come in after room was made for them, as `cache.schedules` makes it."""
         policy, host = self.context.policy, self.host
         n_past = host.pos_max(0) + 1
         if policy.n_fit(host.n_free, n_past) < n:
-            least = n_at_once(n_past - policy.n_keep, requantizes=self.context.requantizes)
-            plan = plan_room(host.contents, 0, max(n, least), policy)
-            self.drops += [(n_past, drop) for drop, n_past in plan.drops]
+            counts = SeqCounts(0, n_past + n, n_past, n_new=n)
+            plan = plan_drops(DropPlan(contents=host.contents), self.context, counts)
+            self.drops += [(n_past, drop) for _, n_past, drop in plan.drops]
             host.commit(plan.contents)
         first = host.pos_max(0) + 1
         pos = np.arange(first, first + n, dtype=np.int32)
@@ -50,10 +49,11 @@ class Cells:
 
 
 def test_a_context_is_as_full_as_what_is_left_in_it():
-    context = PolicyContext(policy=ContextShift(), n_ctx=8, n_step=8)
-    older = (Drop(p0=0, p1=3),)
-    assert context.advance(4, 7, 0) == Advance(drops=older, n_until=10)
-    assert context.advance(4, 10, 3) == Advance(drops=older, n_until=13)
+    context = DropSchedule(policy=ContextShift(), n_ctx=8, n_step=8)
+    for n_computed, n_gone in ((7, 0), (10, 3)):
+        due = context.due(SeqCounts(0, 4, n_computed, n_gone))
+        assert due.drops == (Drop(p0=0, p1=3),) and due.n_gone == 3
+        assert due.n_until == n_computed + 3
 
 
 @pytest.mark.slow
@@ -68,7 +68,7 @@ def test_a_context_is_as_full_as_what_is_left_in_it():
     requantizes=st.booleans(),
 )
 def test_drops_are_those_of_the_cells(policy, n_ctx, n_step, n_prompt, n_more, requantizes):
-    context = PolicyContext(policy=policy, n_ctx=n_ctx, n_step=n_step, requantizes=requantizes)
+    context = DropSchedule(policy=policy, n_ctx=n_ctx, n_step=n_step, requantizes=requantizes)
     assume(policy.n_keep <= n_ctx - 2 and context.n_least >= 1)
     cells, n_whole = Cells(context), n_prompt + n_more
     part = context.n_part(n_prompt)
@@ -78,7 +78,7 @@ def test_drops_are_those_of_the_cells(policy, n_ctx, n_step, n_prompt, n_more, r
         cells.take(1)
     n_computed, n_dropped, drops = 0, 0, []
     while n_computed < n_whole:
-        found = context.advance(n_prompt, n_computed, n_dropped)
+        found = context.due(SeqCounts(0, n_prompt, n_computed, n_dropped))
         for drop in found.drops:
             assert drop.p0 == policy.n_keep
             drops.append((n_computed - n_dropped, drop))

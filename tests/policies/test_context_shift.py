@@ -6,12 +6,12 @@ import pytest
 
 from kvrt import ContextShift, MaskSpec
 from kvrt import cells as kc
+from kvrt.cache import schedules
 from kvrt.cellcache import group as groups
 from kvrt.cellcache.contents import CacheContents
 from kvrt.cellcache.group import CellGroup
-from kvrt.cellcache.room import plan_room
 from kvrt.errors import BadConfig, CacheFull
-from kvrt.policies import Drop
+from kvrt.policies import Drop, DropSchedule, SeqCounts
 
 N_CTX = 16
 
@@ -56,7 +56,15 @@ def test_negative_counts_are_refused(bad):
         ContextShift(**bad)
 
 
-# --- plan_room ---------------------------------------------------------------------------------
+# --- plan_drops --------------------------------------------------------------------------------
+
+
+def plan_drops(before, seq_id, n_new, policy):
+    """Drops until n_new tokens fit, in the contents of a cache."""
+    schedule = DropSchedule(policy=policy, n_ctx=N_CTX, n_step=N_CTX)
+    n_past = groups.n_past(before.groups[0], seq_id)
+    counts = SeqCounts(seq_id, n_past + n_new, n_past, n_new=n_new)
+    return schedules.plan_drops(schedules.DropPlan(contents=before), schedule, counts)
 
 
 def holding(*lengths):
@@ -80,15 +88,15 @@ def same(a, b):
 
 def test_there_is_room_already():
     group = holding(12)
-    room = plan_room(CacheContents(groups=(group,)), 0, 3, ContextShift())
+    room = plan_drops(CacheContents(groups=(group,)), 0, 3, ContextShift())
     assert room.contents.groups == (group,)
     assert (room.drops, room.copies) == ((), ())
 
 
 def test_one_drop_moves_the_rest_down():
     group = holding(15)
-    room = plan_room(CacheContents(groups=(group,)), 0, 1, ContextShift(n_keep=3))
-    assert room.drops == ((Drop(p0=3, p1=9), 15),)
+    room = plan_drops(CacheContents(groups=(group,)), 0, 1, ContextShift(n_keep=3))
+    assert room.drops == ((0, 15, Drop(p0=3, p1=9)),)
     assert positions(room.contents.groups[0].cells, 0) == list(range(9))
     # Cells stay where they are: 3 kept, 6 emptied, 6 that wait for their rotation.
     assert room.contents.groups[0].cells.pos.tolist() == [0, 1, 2, *[-1] * 6, *range(3, 9), -1]
@@ -99,8 +107,8 @@ def test_one_drop_moves_the_rest_down():
 
 def test_drops_repeat_until_the_tokens_fit():
     group = holding(15)
-    room = plan_room(CacheContents(groups=(group,)), 0, 10, ContextShift(n_keep=1))
-    assert room.drops == ((Drop(p0=1, p1=8), 15), (Drop(p0=1, p1=4), 8))
+    room = plan_drops(CacheContents(groups=(group,)), 0, 10, ContextShift(n_keep=1))
+    assert room.drops == ((0, 15, Drop(p0=1, p1=8)), (0, 8, Drop(p0=1, p1=4)))
     assert positions(room.contents.groups[0].cells, 0) == list(range(5))
     assert int(kc.n_free(room.contents.groups[0].cells)) == 11
     # The sum of both moves is pending on the last cells.
@@ -109,25 +117,26 @@ def test_drops_repeat_until_the_tokens_fit():
 
 def test_drops_end_where_nothing_is_left_to_drop():
     group = holding(12, 4)
-    room = plan_room(CacheContents(groups=(group,)), 0, 16, ContextShift(n_keep=2))
-    assert [d.n for d, _ in room.drops] == [5, 2, 1, 1]
+    room = plan_drops(CacheContents(groups=(group,)), 0, 16, ContextShift(n_keep=2))
+    assert [d.n for _, _, d in room.drops] == [5, 2, 1, 1]
     assert positions(room.contents.groups[0].cells, 0) == [0, 1, 2]
     assert positions(room.contents.groups[0].cells, 1) == [0, 1, 2, 3]
 
 
 def test_another_sequence_gives_nothing():
     group = holding(2, 13)
-    room = plan_room(CacheContents(groups=(group,)), 0, 4, ContextShift(n_keep=2))
+    room = plan_drops(CacheContents(groups=(group,)), 0, 4, ContextShift(n_keep=2))
     assert (room.drops, room.contents.groups) == ((), (group,))
 
 
 def test_shared_cells_are_copied_and_their_other_owner_stays():
     group = holding(12)
     group, _ = groups.apply(group, kc.Copy(src=0, dst=1, p0=5, p1=8))
-    room = plan_room(CacheContents(groups=(group,)), 0, 4, ContextShift())
+    room = plan_drops(CacheContents(groups=(group,)), 0, 4, ContextShift())
     # Position 5 is shared as well: it goes from sequence 0 and keeps its cell.
-    assert room.drops == ((Drop(p0=0, p1=6), 12),)
-    (((src, dst),),) = room.copies
+    assert room.drops == ((0, 12, Drop(p0=0, p1=6)),)
+    # The removal copies nothing, the shift what both have.
+    ((_,), ((src, dst),)) = room.copies
     assert (src.tolist(), dst.tolist()) == ([6, 7], [0, 1])
     assert positions(room.contents.groups[0].cells, 0) == list(range(6))
     assert positions(room.contents.groups[0].cells, 1) == [5, 6, 7]
@@ -152,7 +161,7 @@ def test_shared_cells_are_copied_and_their_other_owner_stays():
 def test_a_drop_that_frees_no_cell_is_not_made():
     group = holding(12)
     group, _ = groups.apply(group, kc.Copy(src=0, dst=1))
-    room = plan_room(CacheContents(groups=(group,)), 0, 4, ContextShift(n_keep=8))
+    room = plan_drops(CacheContents(groups=(group,)), 0, 4, ContextShift(n_keep=8))
     assert (room.drops, room.copies, room.contents.groups) == ((), (), (group,))
 
 
@@ -160,4 +169,4 @@ def test_a_copy_needs_an_empty_cell():
     group = holding(16)
     group, _ = groups.apply(group, kc.Copy(src=0, dst=1))
     with pytest.raises(CacheFull, match="splitting 8 shared cells of sequence 0 needs 8 cells, 0"):
-        plan_room(CacheContents(groups=(group,)), 0, 1, ContextShift())
+        plan_drops(CacheContents(groups=(group,)), 0, 1, ContextShift())

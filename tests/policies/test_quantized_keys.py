@@ -105,5 +105,5 @@ def test_the_bound_holds_after_a_thousand_tokens(monkeypatch):
     """And what it keeps away: int4 keys whose neighbours go one at a time are noise."""
     before, after = evicted(runtime("int4", 256), 256, 1000)
     assert after < BOUND * before < 0.2
-    monkeypatch.setattr("kvrt.policies.context._PARTS", 256)
+    monkeypatch.setattr("kvrt.policies.drops._PARTS", 256)
     assert evicted(runtime("int4", 256), 256, 1000)[1] > 1

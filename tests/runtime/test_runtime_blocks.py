@@ -6,7 +6,7 @@ import pytest
 
 from kvrt import CacheConfig, ContextShift, MaskSpec, Runtime, SelfExtend
 from kvrt import cells as kc
-from kvrt.cache import room
+from kvrt.cache import schedules
 from kvrt.errors import BadConfig, BadRange, BadSequence, CacheFull, UsageError
 from tests.toys import HybridLm, ToyLm
 
@@ -274,7 +274,7 @@ REFUSED = {
         "4 tokens need 4 cells, 3 of 32 are free; turn on context shift or raise n_ctx",
     ),
     "room": (
-        lambda r: room.make_room(r._cache, {0: 8}),
+        lambda r: schedules.make_room(r._cache, {0: 8}),
         CacheFull,
         "1 empty blocks of 8 cells are ne",
     ),

@@ -78,12 +78,11 @@ class PlainSpace:
     def chunk(self, state: SeqState, start: int, n: int) -> int:
         return n
 
-    def advance(self, state: SeqState, drops) -> None:
-        self.held[state.seq_id] = self._blocks(state.n_whole)
-        state.capacity = state.n_until
-
-    def extend(self, state: SeqState, edits) -> None:
+    def edit(self, state: SeqState, edits) -> None:
         assert state.seq_id in self.held
+        if state.context is not None:
+            self.held[state.seq_id] = self._blocks(state.n_whole)
+            state.capacity = state.n_until
 
     def fork(self, src: SeqState, dst: SeqState, n_tokens: int) -> bool:
         assert src.n_computed == n_tokens == src.n_prompt and dst.seq_id is None

@@ -100,7 +100,7 @@ def test_what_was_preempted_is_computed_again_with_the_same_rounds(mode):
     rng = np.random.default_rng(3)
     engine = shared(CACHE, "write", mode, n_ctx=128, admit="chunk")
     victims, preempt = [], engine._scheduler._requests.preempt
-    engine._scheduler._requests.preempt = lambda s: (victims.append(s.n_folded), preempt(s))
+    engine._scheduler._requests.preempt = lambda s: (victims.append(s.n_gone), preempt(s))
     asked = [ask(i, tokens, 40) for i, tokens in enumerate(drawn(rng, 8, 20, 60))]
     check(engine, asked)
     assert any(victims)

@@ -45,8 +45,8 @@ def serve(engine, asked):
 
     def spied():
         found = plan()
-        for state, n_past, some in found.drops:
-            for drop in some:
+        for state, n_past, due in found.edited:
+            for drop in due.drops:
                 key = state.request.id, state.sample
                 drops.setdefault(key, []).append((n_past, drop.n))
                 n_past -= drop.n

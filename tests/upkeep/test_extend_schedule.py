@@ -7,8 +7,9 @@ from hypothesis import given, settings
 
 from kvrt import SelfExtend
 from kvrt import cells as kc
-from kvrt.upkeep.extend_schedule import ExtendSchedule
-from kvrt.upkeep.self_extend import plan_extend
+from kvrt.policies import SeqCounts
+from kvrt.policies.schedule import n_first
+from kvrt.policies.self_extend import ExtendSchedule
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("numpy_device")]
 
@@ -23,12 +24,15 @@ def written(cells, start, n):
 
 def as_a_runtime(extend, n_step, n_prompt, n_tokens):
     """Cells after each step: a prompt in whole steps, then a token a step; and the rounds."""
-    cells, ga_i, n_rounds, n_done, found = kc.create(N_CTX, 1), 0, 0, 0, []
+    cells, n_gone, n_rounds, n_done, found = kc.create(N_CTX, 1), 0, 0, 0, []
+    schedule = ExtendSchedule(extend=extend, n_step=n_step)
     while n_done < n_tokens:
-        plan = plan_extend(cells, 0, 0, ga_i, extend)
-        ga_i, n_rounds = plan.ga_i, n_rounds + plan.n_rounds
+        due = schedule.due(SeqCounts(0, 0, n_done, n_gone))
+        for edit in due.edits:
+            cells = kc.apply(cells, edit)
+        n_gone, n_rounds = n_gone + due.n_gone, n_rounds + len(due.divided)
         n = min(n_step, n_prompt - n_done) if n_done < n_prompt else 1
-        cells = written(plan.cells, n_done, n)
+        cells = written(cells, n_done, n)
         n_done += n
         found.append((n_done, cells.pos.tolist()))
     return dict(found), n_rounds
@@ -47,15 +51,15 @@ def test_rounds_are_those_of_a_runtime_whatever_the_chunks(n, w, n_step, n_promp
     schedule, n_tokens = ExtendSchedule(extend=extend, n_step=n_step), n_prompt + n_more
     wanted, n_rounds = as_a_runtime(extend, n_step, n_prompt, n_tokens)
     cells, n_done, n_folded, rounds = kc.create(N_CTX, 1), 0, 0, 0
-    until = schedule.n_first(n_prompt)
+    until = n_first(schedule, n_prompt)
     while n_done < n_tokens:
         if n_done == until:
-            found = schedule.advance(0, n_prompt, n_done, n_folded)
+            found = schedule.due(SeqCounts(0, n_prompt, n_done, n_folded))
             for edit in found.edits:
                 cells = kc.apply(cells, edit)
             assert found.n_until > n_done
-            until, n_folded = found.n_until, n_folded + found.n_folded
-            rounds += found.n_rounds
+            until, n_folded = found.n_until, n_folded + found.n_gone
+            rounds += len(found.divided)
         chunk = data.draw(st.integers(1, 2 * n_step), label="chunk")
         chunk = min(chunk, n_tokens - n_done, until - n_done)
         cells = written(cells, n_done, chunk)

@@ -4,7 +4,6 @@ import dataclasses
 
 import numpy as np
 
-from kvrt.cellcache import contents as all_contents
 from kvrt.cellcache import group as groups
 from kvrt.cellcache import history, insert, recurrent
 from kvrt.cellcache.checkpoint import checkpoints
@@ -15,7 +14,6 @@ from kvrt.cellcache.saved import SavedCells
 from kvrt.cells.cells import owned, owner_bits
 from kvrt.cells.edits import Copy, Remove
 from kvrt.config import MAX_POS
-from kvrt.errors import CannotRewind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,12 +127,3 @@ def without_newest(before: CacheContents, seq_id: int) -> CacheContents:
         groups=tuple(groups.apply(g, edit)[0] if g.rolls else g for g in before.groups),
         states=before.states and recurrent.apply(before.states, edit),
     )
-
-
-def can_apply(contents: CacheContents, edit: Remove) -> bool:
-    """Whether an edit leaves every layer what the next token sees, without a checkpoint."""
-    try:
-        all_contents.apply(contents, edit)
-    except CannotRewind:
-        return False
-    return True

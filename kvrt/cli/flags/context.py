@@ -4,7 +4,7 @@ import functools
 from typing import Literal, get_args
 
 from kvrt.cli.flags.declare import Options, flag, flag_group
-from kvrt.config import ExtendKind
+from kvrt.config import ExtendKind, OnStates
 from kvrt.errors import UsageError
 from kvrt.files import kinds
 
@@ -162,6 +162,11 @@ class RunPolicyFlags(KeepFlags, SizeFlags):
         "others keep --policy_budget tokens a kv head by score, from the start; if not given, a "
         "session's",
         "NAME",
+    )
+    on_states: OnStates = _policy(
+        "refuse",
+        "where layers are recurrent: refuse, and the text ends with the context; or keep, and a "
+        "policy drops from the layers with attention alone: states have all tokens",
     )
 
     @property

@@ -6,7 +6,8 @@ from typing import Any
 
 from kvrt.config import CacheConfig
 from kvrt.policies import ScoredPolicy, policy_name
-from kvrt.upkeep.extend_schedule import ExtendSchedule
+from kvrt.policies.schedule import n_first
+from kvrt.policies.self_extend import extend_schedule
 
 # What `Approximation.by` means, for people; a policy by score says its own.
 _SAID = {
@@ -29,17 +30,20 @@ class Approximation:
       from_token: the first token, counted from 0 through prompt and answer, that was computed
         without the whole text before it.
       n_dropped: tokens that a policy by position dropped.
+      states: whether states of recurrent layers have those all the same.
     """
 
     by: str
     from_token: int
     n_dropped: int = 0
+    states: bool = False
 
     @property
     def fields(self) -> dict[str, Any]:
         """The JSON object."""
         dropped = {"n_dropped": self.n_dropped} if self.n_dropped else {}
-        return {"by": self.by, "from_token": self.from_token, **dropped}
+        kept = {"on_states": "keep"} if self.states else {}
+        return {"by": self.by, "from_token": self.from_token, **dropped, **kept}
 
     @property
     def line(self) -> str:
@@ -47,6 +51,7 @@ class Approximation:
         said = _SAID.get(self.by, "each kv head keeps some tokens")
         if self.n_dropped:
             said = f"{self.n_dropped:,} older tokens were dropped"
+            said += ", recurrent states keep them" if self.states else ""
         return f"approximate from token {self.from_token:,} on: {said} ({self.by})"
 
 
@@ -94,9 +99,8 @@ def approximations(
     extend, select = config.self_extend, config.select
     if extend is not None and extend.ga_n > 1:
         first = extend.ga_w
-        if extend.kind == "cache" and not counts.n_restored:
-            schedule = ExtendSchedule(extend=extend, n_step=config.n_ubatch)
-            first = schedule.n_first(counts.n_prompt)
+        if (schedule := extend_schedule(config)) is not None and not counts.n_restored:
+            first = n_first(schedule, counts.n_prompt)
         found.append(Approximation(by="self_extend", from_token=first))
     if select is not None:
         # Prompts read all, and so does a token behind no more cells than it may choose.

@@ -205,7 +205,10 @@ class Generation:
         if stats.drops:
             first = stats.drops[0]
             drop = Approximation(
-                by=first.policy, from_token=first.n_past, n_dropped=stats.n_dropped
+                by=first.policy,
+                from_token=first.n_past,
+                n_dropped=stats.n_dropped,
+                states=self._runtime.config.on_states == "keep",
             )
         counts = AnswerCounts(
             n_prompt=len(reading.ids),

@@ -63,6 +63,7 @@ FIELD_FLAGS: Mapping[str, Mapping[str, FieldFlags]] = MappingProxyType(
             "self_extend": _made("grp_attn_n"),
             "swa_full": _by("swa_full"),
             "n_rs_seq": _by("n_rs_seq"),
+            "on_states": _by("on_states"),
             "n_checkpoints": _by("n_checkpoints"),
             "checkpoint_interval": _by("checkpoint_interval"),
             "checkpoint_bytes": _made("checkpoint_bytes"),
@@ -177,6 +178,7 @@ REASONS: Mapping[str, Mapping[str, Mapping[str, str]]] = MappingProxyType(
         "batch": {
             "CacheConfig": {
                 "n_rs_seq": "of cell mode alone, for hits near the end of a text",
+                "on_states": "of cell mode alone, for requests that outgrow their context",
                 "programs": _PROGRAMS,
             },
             "MaskSpec": {"kind": _MODEL, "size": _MODEL},

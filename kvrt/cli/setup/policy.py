@@ -34,7 +34,12 @@ def stays(options: EvalFlags, spec: DecoderSpec, config: CacheConfig) -> bool:
     A policy that was named is left to the runtime, which takes or refuses it.
     """
     rolls = all(extent(g, config).rolls for g in spec.groups)
-    return options.policy is None and (spec.recurrent is not None or rolls)
+    return options.policy is None and (_cannot_forget(spec, config) or rolls)
+
+
+def _cannot_forget(spec: DecoderSpec, config: CacheConfig) -> bool:
+    """Whether states of recurrent layers keep a policy from dropping."""
+    return spec.recurrent is not None and config.on_states == "refuse"
 
 
 def check_prompt(options: EvalFlags, n_prompt: int, spec: DecoderSpec, config: CacheConfig) -> None:
@@ -52,14 +57,15 @@ def check_prompt(options: EvalFlags, n_prompt: int, spec: DecoderSpec, config: C
     if shifts(options) and options.policy_name == "attention_sinks":
         _warn_behind_window(options, n_prompt, config)
         return
-    if shifts(options) and spec.recurrent is not None:
+    if shifts(options) and _cannot_forget(spec, config):
         output.warn(
             "the state of recurrent layers cannot forget, so the context does not shift and the "
-            f"text ends with its {config.n_ctx:,} cells; --nocontext_shift if that is wanted"
+            f"text ends with its {config.n_ctx:,} cells; --nocontext_shift if that is wanted, or "
+            "--on_states keep"
         )
     if n_least <= config.n_ctx:
         return
-    if shifts(options) and spec.recurrent is None:
+    if shifts(options) and not _cannot_forget(spec, config):
         if n_prompt > config.n_ctx:
             output.warn(
                 f"the prompt has {n_prompt:,} tokens, the context {config.n_ctx:,} cells: older "

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 
 from kvrt.errors import CannotRewind
 from kvrt.paged.hashing import Chain
-from kvrt.paged.kinds import FullKind, ceil_div
+from kvrt.paged.kinds import FullKind, Moving, ceil_div
 from kvrt.paged.layout.spec import NULL
 from kvrt.paged.pool import BlockPool
 from kvrt.paged.requests.copies import BlockCopy, Copies
-from kvrt.paged.requests.moving import Moving
 from kvrt.paged.requests.request_blocks import RequestBlocks
 
 
@@ -96,7 +95,7 @@ class Forks:
             return []
         n_blocks = ceil_div(src.cell(g, n_tokens), kind.block_size)
         moving = src.moving if moving is None else moving
-        n_skipped = kind.n_skipped(n_tokens, moves=moving is not None)
+        n_skipped = kind.n_skipped(n_tokens, moving)
         end = min(src.cell(g, n_skipped) // kind.block_size, n_blocks)
         n_head = min(kind.n_head(moving), end)
         out = table[:n_head] + [NULL] * (end - n_head) + table[end:n_blocks]

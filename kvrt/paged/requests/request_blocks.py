@@ -5,9 +5,8 @@ from collections.abc import Sequence
 
 from kvrt.paged.hashing import Chain
 from kvrt.paged.hits import Hit, HitSizes
-from kvrt.paged.kinds import FullKind
+from kvrt.paged.kinds import FullKind, Moving
 from kvrt.paged.layout.spec import NULL
-from kvrt.paged.requests.moving import Moving
 
 
 @dataclasses.dataclass(kw_only=True)

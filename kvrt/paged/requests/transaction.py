@@ -199,7 +199,7 @@ class Transactions:
         kind, first = self._kinds[g], request.first[g]
         if not kind.slides or not n_settled:
             return first, []
-        n_skipped = kind.n_skipped(n_settled, moves=request.moving is not None)
+        n_skipped = kind.n_skipped(n_settled, request.moving)
         end, table = request.cell(g, n_skipped) // kind.block_size, request.tables[g]
         if end <= first:
             return first, []

@@ -172,8 +172,9 @@ def _closed(
 ) -> SeqState:
     """A sample that ended, with these sampled tokens, in place of beams."""
     request: Request = state.request
-    out = SeqState(request=request, sample=sample, tokens=[*request.tokens, *tokens])
-    out.n_cached, out.n_dropped, out.score = state.n_cached, state.n_dropped, score
+    whole = [*request.tokens, *tokens]
+    out = SeqState(request=request, sample=sample, tokens=whole, schedule=state.schedule)
+    out.n_cached, out.n_gone, out.score = state.n_cached, state.n_gone, score
     out.n_before_drop = state.n_before_drop
     out.close(reason, state.error)
     return out

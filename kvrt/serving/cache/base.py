@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 from kvrt.cache.runner import StepSpace
 from kvrt.cells.edits import SeqEdit
 from kvrt.paged.residency import Residency
-from kvrt.policies import Drop, PolicyContext
+from kvrt.policies import DropSchedule
 from kvrt.serving.metrics import CheckpointUse, PoolUse
 from kvrt.serving.offload import Tiers
 from kvrt.serving.request import SeqState
@@ -100,18 +100,12 @@ class SchedulerSpace(Protocol):
         """
         ...
 
-    def advance(self, state: SeqState, drops: Sequence[Drop]) -> None:
-        """Drops tokens of a sample, and moves later ones down; its room is then `state.n_until`.
+    def edit(self, state: SeqState, edits: Sequence[SeqEdit]) -> None:
+        """Applies what the schedule of a sample has due, `state.n_gone` as before.
 
-        `state.n_dropped` is as before. It never fails, for such a sample has all the room of its
-        context from its admission on. What others share is copied before it moves.
-        """
-        ...
-
-    def extend(self, state: SeqState, edits: Sequence[SeqEdit]) -> None:
-        """Moves positions of a sample by rounds of SelfExtend; its room is as before.
-
-        It never fails: nobody shares or finds the cells of a sample with `state.extend`.
+        It never fails. One that drops tokens has all the room of its context from its admission on,
+        which is now up to `state.n_until`; what others share is copied before it moves. Nobody
+        finds the cells of another one, and it has copies of what it shares.
         """
         ...
 
@@ -209,11 +203,8 @@ class Space(SchedulerSpace, StepSpace[StepBatch], Protocol):
         """
         ...
 
-    def fits(self, context: PolicyContext, n_left: int) -> bool:
-        """Whether there is room for a request of a context when no other one is there.
-
-        Each of its drops leaves n_left tokens at least.
-        """
+    def fits(self, context: DropSchedule) -> bool:
+        """Whether there is room for a request of a context when no other one is there."""
         ...
 
     def pool_use(self) -> Sequence[PoolUse]:

@@ -8,15 +8,14 @@ from kvrt.arrays import Bool, Int32
 from kvrt.cache.cell_cache import CellCache
 from kvrt.cache.runner import CellSteps
 from kvrt.cellcache import contents
-from kvrt.cellcache import group as groups
 from kvrt.cellcache.blocks import CellCopies
 from kvrt.cellcache.host_cells import Where
 from kvrt.cellcache.indexed_group import IndexedGroup
 from kvrt.cells import owned
-from kvrt.cells.edits import Copy, Remove, SeqEdit, Shift
+from kvrt.cells.edits import Copy, Remove, SeqEdit
 from kvrt.cells.slots import StepTokens
 from kvrt.errors import CacheFull, CannotRewind
-from kvrt.policies import Drop, PolicyContext
+from kvrt.policies import DropSchedule
 from kvrt.serving.cache.base import SessionFiller
 from kvrt.serving.cache.cell_sessions import CellSessions
 from kvrt.serving.cache.checkpoints.in_cells import CellCheckpoints
@@ -72,9 +71,8 @@ class CellSpace:
             self._checkpoints = CellCheckpoints(cache, cache.checkpoints, prefixes)
         self.sessions: SessionFiller | None = None
         self.keeps_others = not cache.host.rolls and cache.host.states is None
-        # Those with a context that run, and the tokens of each that others computed and share.
-        self._contexts: dict[SeqState, int] = {}
-        # Those that SelfExtend will move, and their tokens that others computed until it does.
+        # Those with a schedule that run, and the tokens of each that others computed and it has no
+        # cells of its own for: with a context for good, else until positions move.
         self._shared: dict[SeqState, int] = {}
 
     @property
@@ -143,7 +141,7 @@ class CellSpace:
             self._n_promised -= n
         return ends
 
-    def fits(self, context: PolicyContext, n_left: int) -> bool:
+    def fits(self, context: DropSchedule) -> bool:
         """See `Space`."""
         return context.n_most <= self.n_max
 
@@ -176,7 +174,7 @@ class CellSpace:
         n_hit = hit.n_tokens if hit else 0
         n_left = self._n_left - (self._prefixes.n_idle_of(hit) if self._prefixes and hit else 0)
         # What it will move it needs cells of its own for, sooner or later.
-        n_given = n_hit if state.extend is None else 0
+        n_given = 0 if state.folds else n_hit
         n_room, n_ahead = max(n_tokens, state.n_reserved), state.n_ahead * n_each(state)
         if len(self._free) - self._n_ahead <= state.n_ahead:
             return None
@@ -216,41 +214,29 @@ class CellSpace:
             return n
         return self._checkpoints.fit(state, start, n, n_findable(state))
 
-    def advance(self, state: SeqState, drops: Sequence[Drop]) -> None:
+    def edit(self, state: SeqState, edits: Sequence[SeqEdit]) -> None:
         """See `Space`."""
-        assert state.seq_id is not None and state.n_until is not None, "it runs, with a context"
+        assert state.seq_id is not None and state.n_until is not None, "it runs, with a schedule"
         n_free = self._host.n_free
-        for drop in drops:
-            remove = Remove(seq_id=state.seq_id, p0=drop.p0, p1=drop.p1)
-            cut, _ = contents.apply(self._host.contents, remove)
-            moved, copies = contents.apply(cut, Shift(seq_id=state.seq_id, p0=drop.p1, d=-drop.n))
-            self._host.commit(moved)
-            self._copy_later(copies)
+        after, copies = contents.edited(self._host.contents, state.seq_id, edits)
+        for some in copies:
+            self._copy_later(some)
+        (self._prefixes or self._host).commit(after)
+        if state.context is None:
+            # What it shared with a hit it has copies of now.
+            self._n_promised -= self._shared.pop(state, 0)
+            return
         # What is freed stays its own; what is copied was promised to it, or to who shared it.
         self._n_promised += self._host.n_free - n_free
         state.capacity = state.n_until
 
-    def extend(self, state: SeqState, edits: Sequence[SeqEdit]) -> None:
-        """See `Space`."""
-        assert state.seq_id is not None, "a sample that runs has a sequence number"
-        before = self._host.contents
-        new = list(before.groups)
-        for edit in edits:
-            done = [groups.apply(g, edit) for g in new]
-            new = [g for g, _ in done]
-            self._copy_later([copies for _, copies in done])
-        after = contents.extended(before, state.seq_id, new, edits)
-        (self._prefixes or self._host).commit(after)
-        # What it shared with a hit it has copies of now.
-        self._n_promised -= self._shared.pop(state, 0)
-
     def fork(self, src: SeqState, dst: SeqState, n_tokens: int) -> bool:
         """See `Space`."""
         # Sooner or later its policy moves what is shared, and then it needs cells of its own.
-        n_hit = self._contexts.get(src, 0)
+        n_hit = self._shared.get(src, 0) if src.context is not None else 0
         n_room = max(n_tokens, dst.n_reserved)
         n_own = n_room - n_tokens if dst.context is None else dst.n_whole - n_hit
-        n_copied = 0 if src.extend is None else n_tokens
+        n_copied = n_tokens if src.folds else 0
         is_ahead = src.n_ahead > 0 and src.request is dst.request
         n_ahead = n_each(src) if is_ahead else 0
         if src.seq_id is None or len(self._free) + is_ahead <= self._n_ahead:
@@ -258,12 +244,12 @@ class CellSpace:
         if n_own + n_copied > self._n_left + n_ahead:
             return False
         try:
-            self._cache.apply(Copy(src=src.seq_id, dst=self._free[-1], p1=n_tokens - src.n_behind))
+            self._cache.apply(Copy(src=src.seq_id, dst=self._free[-1], p1=n_tokens - src.n_gone))
         except CannotRewind:
             return False
         dst.n_until = src.n_until
         src.n_ahead, self._n_ahead = src.n_ahead - is_ahead, self._n_ahead - is_ahead
-        self._start(dst, n_room, n_hit if src.extend is None else 0)
+        self._start(dst, n_room, n_hit)
         assert dst.seq_id is not None, "it has just started"
         self._learn(dst, dst.seq_id, n_tokens)
         self._promise(n_own + n_copied - n_ahead)
@@ -283,8 +269,8 @@ class CellSpace:
         if state.context is None:
             self._n_promised -= state.capacity - state.n_computed + self._shared.pop(state, 0)
         else:
-            n_shared, (group, *_) = self._contexts.pop(state), self._host.complete
-            others = {s.seq_id: n for s, n in self._contexts.items()}
+            n_shared, (group, *_) = self._shared.pop(state), self._host.complete
+            others = {s.seq_id: n for s, n in self._shared.items()}
             self._n_promised -= state.n_whole - n_taken(group, seq_id, n_shared, others)
         self._free.append(seq_id)
         for group in self._groups:
@@ -360,9 +346,7 @@ class CellSpace:
     ) -> None:
         seq_id = self._free.pop()
         state.start(seq_id, n_tokens)
-        if state.context is not None:
-            self._contexts[state] = n_shared
-        elif state.extend is not None:
+        if state.schedule is not None:
             self._shared[state] = n_shared
         if self._prefixes is None:
             return
@@ -406,12 +390,12 @@ class CellSpace:
 
 def n_each(state: SeqState) -> int:
     """Cells of each of the samples that are to be forked from one, beside those that it shares."""
-    return state.n_whole - (0 if state.moves else state.n_prompt)
+    return state.n_whole - (0 if state.schedule else state.n_prompt)
 
 
 def n_findable(state: SeqState) -> int:
     """Tokens of a sample that others may find: none of one that SelfExtend will move."""
-    return state.n_unmoved if state.extend is None else 0
+    return 0 if state.folds else state.n_unmoved
 
 
 def findable(state: SeqState) -> Int32[np.ndarray, " n"]:

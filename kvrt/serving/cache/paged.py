@@ -14,14 +14,14 @@ from kvrt.config import MAX_POS, GroupSpec
 from kvrt.errors import CacheFull, CannotRewind
 from kvrt.paged.hashing import Chain
 from kvrt.paged.hits import Hit
+from kvrt.paged.kinds import Moving
 from kvrt.paged.layout.sizing import greatest
 from kvrt.paged.layout.spec import NULL, PagedGroup, PagedPlan
 from kvrt.paged.manager import BlockManager
 from kvrt.paged.pool import BlockPool
-from kvrt.paged.requests.moving import Moving
 from kvrt.paged.residency import Residency
 from kvrt.paged.rules import BlockRules
-from kvrt.policies import Drop, PolicyContext
+from kvrt.policies import DropSchedule
 from kvrt.program.device import Device
 from kvrt.serving.cache.base import SessionFiller
 from kvrt.serving.cache.checkpoints.chunk_ends import chunk_ends
@@ -33,7 +33,7 @@ from kvrt.serving.metrics import CheckpointUse, PoolUse, use_of_blocks
 from kvrt.serving.offload import PoolStores, open_tiers
 from kvrt.serving.request import SeqState
 from kvrt.serving.sessions.prefix import SessionPrefix, TakenPrefix
-from kvrt.serving.sizing.requests import chain_of, moving_of, reserved_of, wanted_of
+from kvrt.serving.sizing.requests import chain_of, reserved_of, wanted_of
 from kvrt.serving.step_batch import StepBatch
 
 
@@ -153,9 +153,9 @@ class PagedSpace:
             self.tiers.store(new)
         return ends
 
-    def fits(self, context: PolicyContext, n_left: int) -> bool:
+    def fits(self, context: DropSchedule) -> bool:
         """See `Space`."""
-        return self.manager.fits(self.manager.n_reserved(moving_of(context, n_left)))
+        return self.manager.fits(self.manager.n_reserved(context))
 
     # --- what the scheduler asks ---------------------------------------------------------------
 
@@ -199,14 +199,14 @@ class PagedSpace:
         room: int | Moving | None = whole
         if state.context is not None:
             # Blocks of all that it may have at once become its own; its tables grow with its steps.
-            room = moving_of(state.context, state.n_left)
+            room = state.context
             n_tokens = min(n_tokens, hit.n_tokens + self._n_batch)
         chain: Chain | None = state.chain
-        if state.extend is not None:
+        if state.folds:
             # It has copies of what it hits, and nobody finds it, since it will move.
             chain, hit = None, dataclasses.replace(hit, copied=True)
         new = self.manager.allocate(seq_id, n_tokens, chain=chain, hit=hit, whole=room)
-        if new is None and state.extend is not None and hit.n_tokens:
+        if new is None and state.folds and hit.n_tokens:
             # Copies take room beside what they are of, until they have run.
             hit = self.manager.find_hit(state.chain, read=False)
             new = self.manager.allocate(seq_id, n_tokens, hit=hit, whole=room)
@@ -249,19 +249,12 @@ class PagedSpace:
         sizes = {"n_prompt": state.n_prompt, "n_tokens": len(state.tokens)}
         return self._chunk_ends.fit(start, n, **sizes, kept=kept)
 
-    def advance(self, state: SeqState, drops: Sequence[Drop]) -> None:
+    def edit(self, state: SeqState, edits: Sequence[SeqEdit]) -> None:
         """See `Space`; what it moves nobody shares, for nobody finds it."""
-        seq_id, n_past = _seq_id(state), state.n_past
-        assert state.n_until is not None, "it has a context"
-        for drop in drops:
-            self._arrays.drop(seq_id, drop, n_past)
-            n_past -= drop.n
-        # There is room, which its tables have yet to get.
-        state.capacity = state.n_computed
-
-    def extend(self, state: SeqState, edits: Sequence[SeqEdit]) -> None:
-        """See `Space`."""
-        self._arrays.extend(_seq_id(state), edits, state.n_computed)
+        self._arrays.edit(_seq_id(state), edits, state.n_computed - state.n_dropped)
+        if state.context is not None:
+            # There is room, which its tables have yet to get.
+            state.capacity = state.n_computed
 
     def fork(self, src: SeqState, dst: SeqState, n_tokens: int) -> bool:
         """See `Space`."""
@@ -349,12 +342,13 @@ class PagedSpace:
 
     def _fork(self, src: SeqState, dst: SeqState, n_tokens: int) -> bool:
         seq_id, chain, src_id = self._free[-1], chain_of(self.manager, src).copy(), _seq_id(src)
-        context, n_left = dst.context or src.context, dst.n_left if dst.context else src.n_left
+        n = n_tokens - src.n_dropped
         # A context has all its room from the start, as an admitted one's.
-        told = {"moving": context and moving_of(context, n_left), "n_shared": src.n_never_moved}
-        told["chain"] = None if src.extend else chain
+        room = {"moving": dst.context or src.context, "n_shared": src.n_never_moved}
         try:
-            copies = self.manager.fork(src_id, seq_id, n_tokens - src.n_dropped, **told)
+            copies = self.manager.fork(
+                src_id, seq_id, n, chain=None if src.folds else chain, **room
+            )
         except (CacheFull, CannotRewind):
             return False
         if reserved := reserved_of(self.manager, dst):
@@ -364,7 +358,7 @@ class PagedSpace:
                 return False
         dst.chain, dst.n_until = chain, src.n_until
         self._start(dst, self._free.pop())
-        if src.moves:
+        if src.schedule is not None:
             self._arrays.fork_moved(src_id, seq_id, copies)
         else:
             self._arrays.fork(seq_id, n_tokens, copies)
@@ -379,7 +373,7 @@ class PagedSpace:
         """The first `end` tokens of a sample are there, and full blocks of them may be found."""
         n_found = len(chain_of(self.manager, state).tokens)
         moved = state.context is not None and not 0 < n_found <= end
-        if moved or state.extend is not None:
+        if moved or state.folds:
             return
         found = self.manager.register(_seq_id(state), min(end, n_found))
         if self.tiers and found:

@@ -8,13 +8,12 @@ import numpy as np
 from kvrt.arrays import Bool, Int32
 from kvrt.cellcache.host_cells import Where
 from kvrt.cells import Cells, apply, create
-from kvrt.cells.edits import SeqEdit
+from kvrt.cells.edits import Remove, SeqEdit
 from kvrt.cells.slots import Places, SeqBlocks, pad
 from kvrt.paged.layout.spec import PagedPlan
 from kvrt.paged.manager import BlockManager
 from kvrt.paged.requests.copies import BlockCopy
 from kvrt.paged.tables import BlockTables
-from kvrt.policies import Drop
 from kvrt.program.device import Device
 from kvrt.serving.step_batch import StepBatch
 from kvrt.sizes import rounded_up
@@ -93,39 +92,25 @@ class PoolCells:
         # Another sequence lists what is shared, and must not show it to who gets this seq_id next.
         self.stale |= bool(left.any())
 
-    def drop(
-        self,
-        dropped: Int32[np.ndarray, " n"],
-        moved: Int32[np.ndarray, " m"],
-        n: int,
-        *,
-        rotates: bool,
-    ) -> None:
-        """A sequence dropped the tokens of some cells of its own, and moved others down by n.
+    def edit(
+        self, slots: Int32[np.ndarray, " n"], edits: Sequence[SeqEdit], *, rotates: bool
+    ) -> Int32[np.ndarray, " m"]:
+        """A sequence changed positions of some cells, all its own, or gave them up; those it has.
 
         With `rotates` the keys of those await their K-shift: `pending`.
         """
-        self.cells.pos[dropped], self.cells.seqs[dropped] = -1, 0
-        self.cells.delta[dropped] = 0
-        self.cells.pos[moved] -= np.int32(n)
-        if rotates:
-            self.cells.delta[moved] -= np.int32(n)
-            self.pending = True
-        self.stale = True
-
-    def move(
-        self, slots: Int32[np.ndarray, " n"], edits: Sequence[SeqEdit], *, rotates: bool
-    ) -> None:
-        """A sequence changed positions of some cells, all its own; `rotates` as in `drop`."""
         old = self.cells.pos[slots]
         mine = Cells(pos=old, delta=np.zeros_like(old), seqs=np.ones((len(old), 1), np.uint32))
         for edit in edits:
             mine = apply(mine, dataclasses.replace(edit, seq_id=0))
+        gone, moved = slots[mine.pos < 0], slots[mine.pos >= 0]
         self.cells.pos[slots] = mine.pos
+        self.cells.seqs[gone], self.cells.delta[gone] = 0, 0
         if rotates:
-            self.cells.delta[slots] += mine.delta
+            self.cells.delta[moved] += mine.delta[mine.pos >= 0]
             self.pending = True
         self.stale = True
+        return moved
 
     def settle(self) -> None:
         """The K-shift ran."""
@@ -239,30 +224,25 @@ class PagedArrays:
             self._moved[g][dst] |= self._moved[g][src]
         self.copy(copies)
 
-    def drop(self, seq_id: int, drop: Drop, n_past: int) -> None:
-        """A sequence of n_past tokens drops some, and later ones move down."""
+    def edit(self, seq_id: int, edits: Sequence[SeqEdit], n_tokens: int) -> None:
+        """A sequence of n_tokens, all in cells of its own that move, changes positions."""
+        if not edits:
+            return
         rotates = self._device.spec.config.rope == "write"
+        drops = [x for x in edits if isinstance(x, Remove)]
+        first = drops[0].p0 if drops else 0
         for g, cells in self._attended:
             # What slid out of a window is neither dropped nor moved.
-            pos = self._tables[g].held(seq_id, np.arange(drop.p0, n_past, dtype=np.int32))
-            slots = self._tables[g].slots(np.full(len(pos), seq_id, np.int32), pos)
-            moved = pos >= drop.p0 + drop.n
-            cells.drop(slots[~moved], slots[moved], drop.n, rotates=rotates)
-            self._note_moved(g, slots[moved])
-        self._manager.drop(seq_id, drop.n)
+            index = self._tables[g].held(seq_id, np.arange(first, n_tokens, dtype=np.int32))
+            slots = self._tables[g].slots(np.full(len(index), seq_id, np.int32), index)
+            self._note_moved(g, cells.edit(slots, edits, rotates=rotates))
+        if not drops:
+            return
+        self._manager.drop(seq_id, sum((x.p1 or 0) - x.p0 for x in drops))
         for g, table in enumerate(self._tables):
             blocks, gap = self._manager.table(seq_id, g), self._manager.gap(seq_id, g)
-            table.drop(seq_id, blocks, drop.p0, gap)
+            table.drop(seq_id, blocks, first, gap)
         self._let_go = True
-
-    def extend(self, seq_id: int, edits: Sequence[SeqEdit], n_tokens: int) -> None:
-        """The n_tokens of a sequence, all cells of its own, change their positions."""
-        rotates = self._device.spec.config.rope == "write"
-        index = np.arange(n_tokens, dtype=np.int32)
-        for g, cells in self._attended:
-            slots = self._tables[g].slots(np.full(n_tokens, seq_id, np.int32), index)
-            cells.move(slots, edits, rotates=rotates)
-            self._note_moved(g, slots)
 
     def clear(self, seq_id: int) -> None:
         """A sequence holds nothing any more."""

@@ -72,5 +72,5 @@ def _trie_of(states: Sequence[SeqState]) -> PromptTrie:
 
 
 def _scope(i: int, state: SeqState) -> tuple:
-    is_alone = not state.request.cache or state.extend is not None
+    is_alone = not state.request.cache or state.folds
     return (i,) if is_alone else ("salt", state.request.salt)

@@ -256,28 +256,16 @@ class Scheduler:
         return self._space.chunk(state, start, n)
 
     def _move(self, state: SeqState, plan: StepPlan) -> None:
-        """Moves what has to move before a sample goes on: a round of SelfExtend, or drops."""
-        if state.extend is not None:
-            assert state.seq_id is not None, "a sample that runs has a sequence number"
-            counts = state.n_prompt, state.n_computed, state.n_folded
-            round_ = state.extend.advance(state.seq_id, *counts)
-            self._space.extend(state, round_.edits)
-            state.n_until, state.n_behind = round_.n_until, state.n_behind + round_.n_folded
-            plan.n_extend += round_.n_rounds
-            return
-        assert state.context is not None, "without a policy nothing is dropped"
-        found = state.context.advance(state.n_prompt, state.n_computed, state.n_dropped)
-        state.n_until = found.n_until
-        self._space.advance(state, found.drops)
-        if found.drops:
-            plan.drops.append((state, state.n_past, found.drops))
-            if state.n_before_drop is None:
-                state.n_before_drop = state.n_computed
-            n_dropped = sum(drop.n for drop in found.drops)
-            state.n_dropped, state.n_behind = (
-                state.n_dropped + n_dropped,
-                state.n_behind + n_dropped,
-            )
+        """Applies the edits that are due before a sample goes on."""
+        assert state.schedule is not None, "without one nothing is ever due"
+        due = state.schedule.due(state.counts)
+        state.n_until = due.n_until
+        self._space.edit(state, due.edits)
+        if due.edits:
+            plan.edited.append((state, state.n_past, due))
+        if due.drops and state.n_before_drop is None:
+            state.n_before_drop = state.n_computed
+        state.n_gone += due.n_gone
 
     def _grow(self, state: SeqState, n: int, plan: StepPlan) -> bool:
         """Makes room for n tokens of a sample, by preempting others; False if it went itself."""
@@ -341,7 +329,7 @@ class Scheduler:
     def _begin(self, state: SeqState, src: SeqState, n: int) -> None:
         """A sample that has the first n tokens of another one runs."""
         state.n_computed, state.n_cached = n, min(n, src.n_prompt)
-        state.n_dropped, state.n_behind, state.n_until = src.n_dropped, src.n_behind, src.n_until
+        state.n_gone, state.n_until = src.n_gone, src.n_until
         state.n_before_drop = src.n_before_drop
         self._requests.start(state)
 
@@ -416,8 +404,8 @@ def gains_by_waiting(state: SeqState, n_hit: int, busy: Sequence[SeqState], rule
         return False
     start = request.text[: 4 * n]
     # Nobody finds what SelfExtend will move, and such a request finds its first window at most.
-    for other in busy if state.extend is None else ():
-        if other.extend is not None:
+    for other in () if state.folds else busy:
+        if other.folds:
             continue
         text, salt = other.request.text, other.request.salt
         if len(start) == 4 * n and other.n_computed < n and salt == request.salt:

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal, get_args
 
 from kvrt.errors import BadConfig
-from kvrt.policies import Drop
+from kvrt.policies import Due
 from kvrt.serving.request import SeqState
 from kvrt.serving.scheduling.queue import Order
 from kvrt.whole_numbers import take_whole_numbers
@@ -79,8 +79,7 @@ class StepPlan:
       forks: a sample whose prompt ends in this step, and another one of the request that shares the
         prompt after it: both sample from the same logits.
       refused: samples that ended because there is no room for them; each has an error.
-      drops: samples whose policy dropped tokens, how long they were, and what went.
-      n_extend: rounds of SelfExtend in the cache.
+      edited: samples whose schedule changed positions, how long they were, and what was due.
       drafts: of some samples of `decode`, tokens that may follow, which the step verifies beside
         its other tokens.
     """
@@ -93,8 +92,7 @@ class StepPlan:
     offloaded: list[SeqState] = dataclasses.field(default_factory=list)
     forks: list[tuple[SeqState, SeqState]] = dataclasses.field(default_factory=list)
     refused: list[SeqState] = dataclasses.field(default_factory=list)
-    drops: list[tuple[SeqState, int, tuple[Drop, ...]]] = dataclasses.field(default_factory=list)
-    n_extend: int = 0
+    edited: list[tuple[SeqState, int, Due]] = dataclasses.field(default_factory=list)
     drafts: dict[SeqState, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
     @property

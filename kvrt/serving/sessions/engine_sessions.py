@@ -20,7 +20,7 @@ from kvrt.errors import (
     SessionMismatch,
     UsageError,
 )
-from kvrt.policies import AnyPolicy
+from kvrt.policies import AnyPolicy, Schedule
 from kvrt.program.device import Device
 from kvrt.reuse.diff import common_prefix
 from kvrt.serving.cache.base import Space
@@ -137,12 +137,12 @@ class EngineSessions:
         state.n_session = max(n - n_held, 0)
         folder.used(match)
 
-    def private(self, request: Request, *, moves: bool) -> Request:
+    def private(self, request: Request, schedule: Schedule | None) -> Request:
         """A request with a salt of its own, where it has a private prefix.
 
         Args:
           request: as it was asked.
-          moves: whether its policy, or SelfExtend, will move positions.
+          schedule: of its policy or SelfExtend, which will move positions; None moves none.
 
         Raises:
           BadRequest: it has one, and there is no prefix cache, it moves, or there are several
@@ -153,7 +153,7 @@ class EngineSessions:
         why = ""
         if not self._options.prefix_cache:
             why = "goes into the prefix cache, and there is none; set prefix_cache"
-        elif moves:
+        elif schedule is not None:
             why = (
                 "is found as long as nothing of it moves, and its policy or SelfExtend would move "
                 "it; shorten the request, or turn that off"

@@ -8,9 +8,8 @@ from kvrt.paged.layout.checkpoints import with_checkpoints
 from kvrt.paged.layout.groups import group_layers, layer_caches
 from kvrt.paged.layout.sizing import for_tokens, most_blocks
 from kvrt.paged.layout.spec import PagedPlan
-from kvrt.policies import Policy, PolicyContext
+from kvrt.policies import DropSchedule, Policy
 from kvrt.serving.scheduling.step_plan import Rules
-from kvrt.serving.sizing.requests import moving_of
 
 
 def engine_plan(
@@ -35,10 +34,10 @@ def engine_plan(
     if policy is None:
         return plan
     n_ctx = min(rules.n_ctx_seq or config.n_ctx, config.n_ctx)
-    context = PolicyContext(policy=policy, n_ctx=n_ctx, n_step=config.n_ubatch)
+    context = DropSchedule(policy=policy, n_ctx=n_ctx, n_step=config.n_ubatch)
     if context.n_least < 1:  # refused later on, with all else that is wrong with it
         return plan
-    moving = moving_of(context, context.n_left_endless)
+    moving = context.endless()
     n_seq = min(config.n_seq_max, max(config.n_ctx // context.n_most, 1))
     n_more = [0] * len(plan.pools)
     for group in plan.groups:

@@ -5,14 +5,7 @@ from collections.abc import Sequence
 from kvrt.paged.hashing import Chain
 from kvrt.paged.hits import Wanted
 from kvrt.paged.manager import BlockManager
-from kvrt.paged.requests.moving import Moving
-from kvrt.policies import PolicyContext
 from kvrt.serving.request import SeqState
-
-
-def moving_of(context: PolicyContext, n_left: int) -> Moving:
-    """What a request of a context keeps, of which each drop leaves n_left tokens at least."""
-    return Moving(n_most=context.n_most, n_keep=context.policy.n_keep, n_left=n_left)
 
 
 def chain_of(manager: BlockManager, state: SeqState) -> Chain:
@@ -25,9 +18,8 @@ def chain_of(manager: BlockManager, state: SeqState) -> Chain:
 
 def wanted_of(state: SeqState) -> Wanted:
     """How a sample looks for what others computed: a token is left before anything moves."""
-    moving = state.context and moving_of(state.context, state.n_left)
     n = len(state.tokens) if state.n_until is None else min(len(state.tokens), state.n_until)
-    return Wanted(n_tokens=n, moving=moving)
+    return Wanted(n_tokens=n, moving=state.context)
 
 
 def reserved_of(manager: BlockManager, state: SeqState) -> Sequence[int]:
@@ -38,7 +30,7 @@ def reserved_of(manager: BlockManager, state: SeqState) -> Sequence[int]:
     if not state.n_reserved:
         return ()
     if state.context is not None:
-        blocks = manager.n_reserved(moving_of(state.context, state.n_left))
+        blocks = manager.n_reserved(state.context)
         return tuple(n * (1 + state.n_ahead) for n in blocks)
-    n_shared = 0 if state.moves else state.n_prompt
+    n_shared = 0 if state.schedule else state.n_prompt
     return manager.n_peak(state.n_reserved, n_more=state.n_ahead, n_shared=n_shared)

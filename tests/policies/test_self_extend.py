@@ -7,8 +7,9 @@ import pytest
 from kvrt import CacheConfig, ContextShift, GroupSpec, MaskSpec, RopeSpec, Runtime, SelfExtend
 from kvrt import cells as kc
 from kvrt.errors import BadConfig, CacheFull
+from kvrt.policies import SeqCounts
+from kvrt.policies.self_extend import ExtendSchedule
 from kvrt.store import rope as rotation
-from kvrt.upkeep.self_extend import plan_extend
 from tests.toys import RowModel, allclose
 
 pytestmark = pytest.mark.usefixtures("numpy_device")
@@ -16,15 +17,25 @@ pytestmark = pytest.mark.usefixtures("numpy_device")
 N_CTX = 64
 
 
+def extended(cells, n_done, n_gone, extend):
+    """Cells after the rounds that are due, positions that went so far, and rounds."""
+    if extend.ga_n == 1:
+        return cells, 0, 0
+    due = ExtendSchedule(extend=extend, n_step=1).due(SeqCounts(0, 0, n_done, n_gone))
+    for edit in due.edits:
+        cells = kc.apply(cells, edit)
+    return cells, n_gone + due.n_gone, len(due.divided)
+
+
 def play(n_tokens, extend):
-    """Cells of one sequence that is extended before each token; how often; and ga_i."""
-    cells, ga_i, rounds = kc.create(N_CTX, 2), 0, 0
+    """Cells of one sequence that is extended before each token; positions gone; how often."""
+    cells, n_gone, rounds = kc.create(N_CTX, 2), 0, 0
     for i in range(n_tokens):
-        plan = plan_extend(cells, 0, 0, ga_i, extend)
-        cells, ga_i, rounds = plan.cells, plan.ga_i, rounds + plan.n_rounds
+        cells, n_gone, n = extended(cells, i, n_gone, extend)
+        rounds += n
         pos = np.array([kc.seq_pos_max(cells, 0) + 1], np.int32)
         cells = kc.place(cells, np.array([i], np.int32), pos, np.zeros(1, np.int32))
-    return cells, ga_i, rounds
+    return cells, n_gone, rounds
 
 
 def expected(n_tokens, extend):
@@ -41,14 +52,15 @@ def expected(n_tokens, extend):
 
 def test_the_worked_case():
     extend = SelfExtend(ga_n=2, ga_w=4)
-    cells, ga_i, _ = play(8, extend)
-    assert cells.pos[:8].tolist() == [0, 0, 1, 1, 2, 3, 4, 5] and ga_i == 2
-    plan = plan_extend(cells, 0, 0, ga_i, extend)
-    assert plan.cells.pos[:8].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert (plan.ga_i, plan.n_rounds) == (4, 1)
-    cells, ga_i, rounds = play(12, extend)
+    cells, n_gone, _ = play(8, extend)
+    assert cells.pos[:8].tolist() == [0, 0, 1, 1, 2, 3, 4, 5] and n_gone == 2
+    assert ExtendSchedule(extend=extend, n_step=1).ga_i(n_gone) == 2
+    cells, n_gone, rounds = extended(cells, 8, n_gone, extend)
+    assert cells.pos[:8].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert (n_gone, rounds) == (4, 1)
+    cells, n_gone, rounds = play(12, extend)
     assert cells.pos[:12].tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 5, 6, 7]
-    assert (ga_i, rounds) == (4, 2)
+    assert (n_gone, rounds) == (4, 2)
 
 
 @pytest.mark.parametrize(("n", "w"), [(2, 4), (3, 6), (4, 8), (1, 5)])

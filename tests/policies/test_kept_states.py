@@ -1,0 +1,48 @@
+"""on_states="keep": attention drops, states have all tokens, as the matrix's oracle has it."""
+
+import dataclasses
+
+import pytest
+
+from kvrt import CacheConfig, ContextShift, Engine, EngineConfig, Runtime
+from kvrt.errors import BadConfig
+from tests.marks import slow
+from tests.matrix import build as builds
+from tests.matrix.axes import Cell
+from tests.matrix.history import outcome
+from tests.toys import ToyLm
+
+pytestmark = pytest.mark.usefixtures("numpy_device")
+
+CELLS = [
+    Cell(policy="context_shift", layers="full+recurrent"),
+    slow(Cell(policy="attention_sinks", layers="full+recurrent", rope="read")),
+    slow(Cell(policy="attention_sinks", layers="full+delta")),
+    slow(Cell(policy="context_shift", layers="full+recurrent", dtype="f16")),
+    slow(Cell(policy="context_shift", layers="full+recurrent", state="session")),
+    slow(Cell(policy="context_shift", layers="full+recurrent", where="engine_cells")),
+    slow(Cell(policy="attention_sinks", layers="full+delta", where="engine_cells", rope="read")),
+    slow(Cell(policy="context_shift", layers="window+recurrent")),
+]
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_attention_drops_and_states_have_all_tokens(cell, monkeypatch):
+    def kept(cell, made=builds.config_of):
+        return dataclasses.replace(made(cell), on_states="keep")
+
+    monkeypatch.setattr(builds, "config_of", kept)
+    found = outcome(cell)
+    assert found.kind == "equal", found
+
+
+def test_what_has_no_attention_or_no_states_is_refused():
+    config, policy = CacheConfig(n_ctx=64, block_size=16, on_states="keep"), ContextShift()
+    with pytest.raises(BadConfig, match="the model has no recurrent layers; leave it out"):
+        Runtime(ToyLm(), config)
+    cannot = "recurrent layers cannot forget; do without it and raise n_ctx$"
+    with pytest.raises(BadConfig, match=cannot):
+        Runtime(builds.model_of("recurrent"), config, policy=policy)
+    with pytest.raises(BadConfig, match=cannot):
+        hybrid = builds.model_of("full+recurrent")
+        Engine(hybrid, config, EngineConfig(mode="paged"), policy=policy)
