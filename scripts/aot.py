@@ -39,7 +39,7 @@ from kvrt.program.layout import Layout, cell_layout
 from kvrt.program.programs import layer_params, model_kind
 from kvrt.store import codec
 from kvrt_models.spec import DecoderSpec
-from scripts._lib import chips, measure, shapes
+from scripts._lib import chips, commands, measure, shapes
 
 # A description of the smallest slice of each kind.
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
@@ -78,9 +78,7 @@ class Program:
     donated: tuple[int, ...] = ()
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     known = [*TOPOLOGIES, *chips.GPUS]
     unknown = [x for x in _TOPOLOGY.value if x not in known]
     unknown += [x for x in _LOWER.value if x not in GPUS]
@@ -309,4 +307,4 @@ def _shown(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

@@ -25,23 +25,22 @@ import dataclasses
 import importlib.util
 import json
 import pathlib
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt import CacheConfig, DoubleSparsity, Quest, Runtime, Select
-from kvrt.errors import KvrtError, UsageError
+from kvrt.errors import UsageError
 from kvrt.policies import SCORED, ScoredPolicy
 from kvrt.policies.scored import DuoAttention
 from kvrt.runtime.compress import REPEAT, compress_prompt
 from kvrt.runtime.heavy_channels import read_channels
 from kvrt.runtime.whole_cells import CellEviction
 from kvrt_models.load import Model, load
-from scripts._lib import texts
+from scripts._lib import commands, texts
 from scripts._lib.measure import kl, log_probs
 from scripts.experiments import needle
 
@@ -63,17 +62,6 @@ _KEPT = flags.DEFINE_string("kept", None, "Draw kept positions into this file (e
 
 Method = ScoredPolicy | Select | CellEviction
 Line = dict[str, Any]
-
-
-def main(argv: Sequence[str]) -> int:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    try:
-        run()
-    except KvrtError as error:
-        print(f"press_bench: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
 
 
 def run() -> None:
@@ -329,4 +317,4 @@ def _draw_kept(panels: Sequence[tuple[str, list[np.ndarray], int]], path: str) -
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(run)

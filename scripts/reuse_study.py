@@ -14,22 +14,20 @@ in nats) from "full" over the question's tokens, mean of the plays.
 """
 
 import dataclasses
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt import BlendSpec, CacheConfig, CachedChunk, Runtime
 from kvrt.cells.edits import Remove, Shift
-from kvrt.errors import KvrtError
 from kvrt.reuse.plan import operations, plan_reuse
 from kvrt.session.snapshot import Snapshot
 from kvrt_models.load import Model, load
-from scripts._lib import measure, texts
+from scripts._lib import commands, measure, texts
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known name, file or folder.")
 _N_PIECES = flags.DEFINE_integer("n_pieces", 8, "Pieces of the text.", lower_bound=6)
@@ -72,17 +70,10 @@ EDITS: Mapping[str, Callable[[int], list[int]]] = {
 }
 
 
-def main(argv: Sequence[str]) -> int:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    try:
-        found = run()
-    except KvrtError as error:
-        print(f"reuse_study: {error}", file=sys.stderr)
-        return error.exit_code
+def main() -> None:
+    found = run()
     if _PLOT.value:
         plot(found, _PLOT.value)
-    return 0
 
 
 def run() -> list[dict[str, Any]]:
@@ -236,4 +227,4 @@ def _planned(
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

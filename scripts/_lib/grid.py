@@ -12,7 +12,7 @@ from kvrt.config import Implementation, RopeMode
 from kvrt.errors import NoKernel
 from kvrt.kv_types import FLOAT_DTYPES, FloatType, KVDtype
 from kvrt_models.weights.types import WeightType
-from scripts._lib import measure, shapes
+from scripts._lib import commands, measure, shapes
 from scripts._lib.cases import Case
 
 # The whole score matrix at once is for tests: timed where asked for.
@@ -56,14 +56,8 @@ def check(what: flags.FlagHolder[list[str]], kinds: Sequence[str]) -> None:
             raise app.UsageError(f"--{flag.name}={flag.value}; whole numbers wanted")
     if "0" in _BATCH.value:
         raise app.UsageError("--batch=0; at least one sequence wanted")
-    strange = sorted(set(what.value) - set(kinds))
-    if strange or not what.value:
-        named = ",".join(strange) or "nothing"
-        raise app.UsageError(f"--what={named}; of {', '.join(kinds)}")
-    unknown = sorted(set(_ATTENTION.value) - set(get_args(Implementation)))
-    if unknown:
-        known = ", ".join(get_args(Implementation))
-        raise app.UsageError(f"--attention={','.join(unknown)}; one of {known}")
+    commands.check_names(what, kinds)
+    commands.check_names(_ATTENTION, get_args(Implementation))
     try:
         shapes.shape(_SHAPE.value, _LAYERS.value)
     except ValueError as error:

@@ -18,14 +18,13 @@ that cannot fit is reported and not tried. Nothing of a shape is fetched, so thi
 network is, but for "model".
 """
 
-from collections.abc import Sequence
 from typing import Any, get_args
 
-from absl import app, flags
+from absl import flags
 
 from kvrt.errors import FetchError
 from kvrt.kv_types import KVDtype
-from scripts._lib import attention_alone, grid, measure, real_model, whole_steps
+from scripts._lib import attention_alone, commands, grid, measure, real_model, whole_steps
 
 _KINDS = ["step", "beside", "loop", "types", "attention", "model"]
 _WHAT = flags.DEFINE_list("what", ["step", "attention", "model"], f"Of {', '.join(_KINDS)}.")
@@ -39,14 +38,9 @@ _N_THREADS = flags.DEFINE_integer("threads", 2, "model: llama.cpp's threads.", l
 _N_ROUNDS = flags.DEFINE_integer("rounds", 5, "model: runs of each side.", lower_bound=1)
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     grid.check(_WHAT, _KINDS)
-    strange = sorted(set(_TYPES.value) - set(get_args(KVDtype)))
-    if strange:
-        known = ", ".join(get_args(KVDtype))
-        raise app.UsageError(f"--types={','.join(strange)}; of {known}")
+    commands.check_names(_TYPES, get_args(KVDtype))
     asked, found, weights = list(grid.cases()), [], whole_steps.Weights()
     if "attention" in _WHAT.value:
         found += [measure.emit("decode attention", **line) for line in attention_alone.lines(asked)]
@@ -78,4 +72,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

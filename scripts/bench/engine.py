@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 from flax import nnx
 
 from kvrt import CacheConfig, Decoder, Engine, GroupSpec, Request, RopeSpec, Rules
@@ -23,7 +23,7 @@ from kvrt.policies import AttentionSinks, ContextShift, Policy
 from kvrt.program.batch import Batch
 from kvrt.program.sample import Sampler
 from kvrt.serving.config import EngineConfig, Mode
-from scripts._lib import measure, shapes
+from scripts._lib import commands, measure, shapes
 
 # Comparable with earlier figures; the default is half precision.
 _config = functools.partial(CacheConfig, type_k="f32", type_v="f32")
@@ -45,12 +45,8 @@ def _decoder() -> Decoder:
     return shapes.decoder(_MODEL.value)
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    strange = sorted(set(_WHAT.value) - set(_KINDS))
-    if strange:
-        raise app.UsageError(f"--what={','.join(strange)}; of {', '.join(_KINDS)}")
+def main() -> None:
+    commands.check_names(_WHAT, _KINDS)
     for what in _WHAT.value:
         _RUN[what]()
 
@@ -106,9 +102,7 @@ class StepClock:
 def throughput() -> None:
     """16 requests at once, in blocks with and without a prefix cache and in cells; and singly."""
     sides = _sides(_decoder())
-    strange = sorted(set(_SIDES.value) - set(sides))
-    if strange:
-        raise app.UsageError(f"--sides={','.join(strange)}; of {', '.join(sides)}")
+    commands.check_names(_SIDES, sides)
     wanted = {"blocks", *(_SIDES.value or sides)}
     sides = {name: side for name, side in sides.items() if name in wanted}
     for name, side in sides.items():
@@ -399,4 +393,4 @@ _RUN = {
 }
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

@@ -4,14 +4,12 @@ Run it with `python -m scripts.bench.extend`. All runtimes hold the same tokens;
 interleaved.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt import CacheConfig, Runtime, SelfExtend
 from kvrt_models.load import load
-from scripts._lib import measure
+from scripts._lib import commands, measure
 
 _N_KV = flags.DEFINE_integer("n_kv", 4000, "Tokens of context.", lower_bound=1)
 _N_ROUNDS = flags.DEFINE_integer("rounds", 3, "Runs of each side.", lower_bound=1)
@@ -33,9 +31,7 @@ KINDS = {
 }
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     decoder = load("smollm2-135m", dtype="f32").decoder
     runtimes = {kind: Runtime(decoder, config) for kind, config in KINDS.items()}
     decode: dict[str, list[float]] = {kind: [] for kind in KINDS}
@@ -59,4 +55,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

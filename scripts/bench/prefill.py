@@ -11,20 +11,16 @@ large matrices reaches in the same run; "attention", attention alone beside its 
 beside llama.cpp is in `bench/decode.py --what model`.
 """
 
-from collections.abc import Sequence
-
 from absl import app, flags
 
-from scripts._lib import attention_alone, grid, measure, whole_steps
+from scripts._lib import attention_alone, commands, grid, measure, whole_steps
 
 _KINDS = ["step", "attention"]
 _WHAT = flags.DEFINE_list("what", _KINDS, f"Of {', '.join(_KINDS)}.")
 _N_NEW = flags.DEFINE_list("n_new", ["512"], "Tokens of each sequence in a step.")
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     grid.check(_WHAT, _KINDS)
     if not all(x.isdecimal() and int(x) > 1 for x in _N_NEW.value):
         raise app.UsageError(f"--n_new={','.join(_N_NEW.value)}; whole numbers above 1 wanted")
@@ -42,4 +38,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

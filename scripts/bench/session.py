@@ -10,16 +10,15 @@ plain ways in the same run; reading is from the page cache for both.
 import os
 import tempfile
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt import CacheConfig, Runtime, session
-from scripts._lib import measure, shapes
+from scripts._lib import commands, measure, shapes
 
 _LENGTHS = flags.DEFINE_list("lengths", ["2000", "4000", "8000"], "Tokens of a session.")
 _N_ROUNDS = flags.DEFINE_integer("rounds", 3, "Runs of each side.", lower_bound=1)
@@ -32,9 +31,7 @@ _N_STEPS = 60
 _PIECE = 1 << 24
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     lengths = [int(n) for n in _LENGTHS.value]
     decoder = shapes.decoder(_MODEL.value)
     for kv_dtype in ("f32", "f16"):
@@ -184,4 +181,4 @@ def background(runtime: Runtime, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

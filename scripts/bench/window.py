@@ -10,16 +10,15 @@ left out.
 import gc
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 from flax import nnx
 
 from kvrt import Attend, CacheConfig, Decoder, GroupSpec, Runtime
-from scripts._lib import measure, shapes
+from scripts._lib import commands, measure, shapes
 
 _LENGTHS = flags.DEFINE_list("lengths", ["600", "8000"], "Tokens of context to compare.")
 _N_LONG = flags.DEFINE_integer("n_long", 100_000, "Tokens of the long text.", lower_bound=4096)
@@ -55,9 +54,7 @@ class Windows(nnx.Module):
         return self.decoder(tokens, attend, out_ids)  # pyright: ignore[reportCallIssue]
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     decoder = shapes.decoder(_MODEL.value)
     decode(decoder)
     long_text(Windows(decoder))
@@ -116,4 +113,4 @@ def _held(runtime: Runtime) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

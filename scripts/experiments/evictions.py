@@ -19,7 +19,7 @@ from absl import app, flags
 from kvrt import AttentionSinks, CacheConfig, Runtime
 from kvrt.kv_types import FLOAT_DTYPES, KVDtype
 from kvrt_models.load import load
-from scripts._lib import bars, measure, texts
+from scripts._lib import bars, commands, measure, texts
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known name, file or folder.")
 _TYPES = flags.DEFINE_multi_enum(
@@ -51,9 +51,7 @@ class Differences:
     losses_write: np.ndarray
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     model = load(_MODEL.value, dtype="f32")
     n_tokens = _N_WINDOW.value + _N_CHUNKS.value * _CHUNK.value + 1
     tokens = model.tokenizer.encode(texts.play("hamlet"))[:n_tokens]
@@ -119,4 +117,4 @@ def figures(found: Differences, last: int | None = None) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

@@ -57,8 +57,6 @@ def asked(argv: Sequence[str], default: Asked) -> Asked:
     Raises:
       UsageError: there are other arguments, or the chunk does not divide what is not scored.
     """
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     chunk = default.chunk if _CHUNK.value is None else _CHUNK.value
     if N_UNSCORED % chunk:
         raise app.UsageError(f"--chunk {chunk} does not divide {N_UNSCORED}")

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_args
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt import Runtime
-from kvrt.errors import KvrtError, UsageError
+from kvrt.errors import UsageError
 from kvrt_models.load import Model, load
 from kvrt_models.weights.types import WeightType
-from scripts._lib import bars, texts
+from scripts._lib import bars, commands, texts
 from scripts.experiments import modes, needle
 
 _MODEL = flags.DEFINE_string("model", "gemma3-270m", "Known name, file or folder.")
@@ -45,27 +45,14 @@ Told = dict[str, Any]
 Grid = dict[tuple[int, float], list[needle.Needle]]
 
 
-def main(argv: Sequence[str]) -> int:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    unknown = set(_WANTED.value) - set(POSSIBLE)
-    if unknown:
-        raise app.UsageError(f"--modes {', '.join(sorted(unknown))}: one of {', '.join(POSSIBLE)}")
-    try:
-        run()
-    except KvrtError as error:
-        print(f"passkey: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
-def run() -> None:
+def main() -> None:
     """All modes over one grid.
 
     Raises:
       BadConfig: a mode that the model's layers cannot do; nothing was run.
       UsageError: a flag that cannot be used.
     """
+    commands.check_names(_WANTED, POSSIBLE)
     lengths = [int(x) for x in numbers("lengths", _LENGTHS.value, most=1e6)]
     depths = numbers("depths", _DEPTHS.value, most=1)
     dtype: Any = _DTYPE.value  # flags know no literal types
@@ -210,4 +197,4 @@ def shares(lines: Sequence[Told]) -> dict[str, dict[tuple[int, float], float]]:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

@@ -10,16 +10,14 @@ with `recompute` as with `sinks` and `window`.
 """
 
 import json
-import sys
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
-from kvrt.errors import KvrtError, UsageError
+from kvrt.errors import UsageError
 from kvrt_models.load import load
-from scripts._lib import bars, texts
+from scripts._lib import bars, commands, texts
 from scripts.experiments import modes, reading
 
 N_UBATCH = 512
@@ -42,27 +40,14 @@ _PLOT = flags.DEFINE_string("plot", None, "Draw the figures into this file (extr
 Told = dict[str, Any]
 
 
-def main(argv: Sequence[str]) -> int:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    unknown = set(_WANTED.value) - set(modes.MODES)
-    if unknown:
-        raise app.UsageError(f"--modes {', '.join(sorted(unknown))}: one of {modes.MODES}")
-    try:
-        run()
-    except KvrtError as error:
-        print(f"perplexity: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
-def run() -> None:
+def main() -> None:
     """All modes over one text.
 
     Raises:
       BadConfig: a mode that the model's layers cannot do; nothing was run.
       UsageError: the text is too short.
     """
+    commands.check_names(_WANTED, modes.MODES)
     model = load(_MODEL.value, dtype="f32")
     tokens = model.tokenizer.encode(texts.play(_TEXT.value))[: _N_TOKENS.value]
     if len(tokens) < _N_TOKENS.value:
@@ -121,4 +106,4 @@ def plot(results: dict[str, list[float]], segment: int, path: str) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

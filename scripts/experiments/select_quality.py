@@ -16,14 +16,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt import CacheConfig, Runtime
 from kvrt.attention.select import choose
 from kvrt.runtime.heavy_channels import heavy_channels
 from kvrt.select_spec import DoubleSparsity, Quest, Select
 from kvrt_models.load import Model, load
-from scripts._lib import measure, texts
+from scripts._lib import commands, measure, texts
 from scripts.experiments import needle
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known name, file or folder.")
@@ -51,9 +51,7 @@ class Method:
     random: bool = False
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     model = load(_MODEL.value, dtype="f32")
     n = _N_PROMPT.value + _N_STEPS.value + 1
     plays = {
@@ -149,4 +147,4 @@ def _line(method: Method, **figures: Any) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

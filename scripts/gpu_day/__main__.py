@@ -16,11 +16,11 @@ OUT/tiles.json the tile sizes; --keep_tiles also merges them into kvrt's own.
 --smoke tries everything out on a CPU in a minute, with tiny shapes and interpreted kernels.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from absl import app, flags
 
+from scripts._lib import commands
 from scripts.gpu_day import day, plan
 
 _OUT = flags.DEFINE_string("out", None, "Folder of results, tables and logs.", required=True)
@@ -31,12 +31,8 @@ _RETRY = flags.DEFINE_bool("retry", False, "Also measure again what failed.")
 _KEEP_TILES = flags.DEFINE_bool("keep_tiles", False, "Merge tile sizes into kvrt's own table.")
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    strange = sorted(set(_ONLY.value) - set(plan.PARTS))
-    if strange:
-        raise app.UsageError(f"--only={','.join(strange)}; of {', '.join(plan.PARTS)}")
+def main() -> None:
+    commands.check_names(_ONLY, plan.PARTS)
     if _SMOKE.value and _KEEP_TILES.value:
         raise app.UsageError("--keep_tiles with --smoke: sizes of a trial are no measurement")
     day.run(
@@ -52,4 +48,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

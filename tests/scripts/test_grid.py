@@ -40,7 +40,7 @@ def test_flags_make_cases():
     [
         ("--batch=1,x", "whole numbers"),
         ("--batch=0", "at least one"),
-        ("--attention=nothing", "attention=nothing; one of chunked"),
+        ("--attention=nothing", "attention=nothing; of chunked"),
         ("--layers=3", "3 layers asked, toy has 2"),
         ("--grid_test_what=steps", "what=steps; of step"),
     ],

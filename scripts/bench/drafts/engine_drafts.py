@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt import CacheConfig, Engine, EngineConfig, PromptLookup, Request, Sampling, Speculation
 from kvrt_models.load import load
-from scripts._lib import measure
+from scripts._lib import commands, measure
 from scripts.bench.drafts.speculation import BEGINNINGS, REPEATS
 
 _MODE = flags.DEFINE_enum("mode", "paged", ["paged", "cell"], "Blocks, or cells.")
@@ -27,9 +27,7 @@ _N_TOKENS = flags.DEFINE_integer("n_tokens", 64, "Tokens of a text.", lower_boun
 _RUNS = flags.DEFINE_integer("runs", 3, "Runs of each engine.", lower_bound=1)
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     dtype: Any = _WEIGHTS.value  # flags know no literal types
     model = load("smollm2-135m", dtype=dtype)
     spec = Speculation(drafter=PromptLookup(), n_draft=_N_DRAFTS.value)
@@ -91,4 +89,4 @@ def _timed(
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

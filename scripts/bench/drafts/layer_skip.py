@@ -13,13 +13,13 @@ drafts; where it differs, the gap between the two best logits there. The default
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt import CacheConfig, LayerSkip, Runtime, Sampling, Speculation
 from kvrt.arrays import Array
@@ -28,7 +28,7 @@ from kvrt.program.batch import Batch
 from kvrt.program.programs import ModelKind, Program
 from kvrt.program.step import Cache
 from kvrt_models.load import load
-from scripts._lib import measure
+from scripts._lib import commands, measure
 
 _WHAT = flags.DEFINE_list("what", ["speed", "agreement", "exact"], "Of speed, agreement, exact.")
 _EXITS = flags.DEFINE_list("exit_layers", ["10", "20"], "E: layers that draft.")
@@ -45,9 +45,7 @@ BEGINNINGS = (
 )
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     model = load("smollm2-135m", dtype="f32")
     exits, drafts = ([int(x) for x in f.value] for f in (_EXITS, _N_DRAFTS))
     if {"agreement", "exact"} & {*_WHAT.value}:
@@ -183,4 +181,4 @@ def _texts(runtime: Runtime, tokenizer: Any, e: int, d: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

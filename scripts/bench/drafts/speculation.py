@@ -11,15 +11,14 @@ from those of single steps, over the same texts: 0 but for rounding at f32. Mode
 """
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt import CacheConfig, PromptLookup, Runtime, Sampling, Speculation
 from kvrt_models.load import load
-from scripts._lib import measure
+from scripts._lib import commands, measure
 
 _WHAT = flags.DEFINE_list("what", ["speed", "exact"], "Of speed, exact, kl.")
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "A model's name, or its file.")
@@ -45,9 +44,7 @@ BEGINNINGS = (
 )
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     dtype: Any = _DTYPE.value  # flags know no literal types
     model = load(_MODEL.value, dtype=dtype)
     runtime = Runtime(model.decoder, CacheConfig(n_ctx=2048, type_k="f32", type_v="f32"))
@@ -132,4 +129,4 @@ def _log_probs(runtime: Runtime, ids: list[int], text: list[int], n: int) -> np.
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

@@ -8,19 +8,19 @@ are on the device, nothing else of a model runs.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt.arrays import Array
 from kvrt.program import StateIndex
 from kvrt.store import recurrent
 from kvrt_models.layers.delta.chunk import CHUNK, CHUNK_BY_CHANNEL, delta_chunk
 from kvrt_models.layers.delta.step import delta_step
-from scripts._lib import measure
+from scripts._lib import commands, measure
 
 _N_TOKENS = flags.DEFINE_integer("n_tokens", 1024, "Tokens of the prompt.", lower_bound=1)
 _N_HEADS = flags.DEFINE_integer("n_heads", 32, "Heads.", lower_bound=1)
@@ -56,9 +56,7 @@ def chunk(
     return (s,), out
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     n, n_heads, dim = _N_TOKENS.value, _N_HEADS.value, _DIM.value
     size = _CHUNK.value or (CHUNK_BY_CHANNEL if _BY_CHANNEL.value else CHUNK)
     given = inputs(n, n_heads, dim, by_channel=_BY_CHANNEL.value)
@@ -86,4 +84,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

@@ -10,16 +10,16 @@ left out and counted; programs are compiled before the first round.
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt import CacheConfig, Decoder, Engine, Request, Runtime
 from kvrt_models.load import load
-from scripts._lib import grid, measure
+from scripts._lib import commands, grid, measure
 
 _WEIGHTS = flags.DEFINE_list("weights", ["int8", "f32"], "Of int8, bf16, f32.")
 _KINDS = ["decode", "prefill", "requests"]
@@ -33,9 +33,7 @@ _N_STEPS = 8  # of a round
 Rounds = dict[str, Callable[[], list[float]]]
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     grid.check(_WHAT, _KINDS)
     weights: Any
     for weights in _WEIGHTS.value:
@@ -125,4 +123,4 @@ def _busy_s() -> float:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

@@ -7,18 +7,17 @@ scores, the choice and attention; projections are left out.
 """
 
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt import BlockView, GroupSpec, LayerAttention, LayerKV, RopeSpec, TokenQKV, attend
 from kvrt.arrays import Array, Float
 from kvrt.attention.select import indexer
 from kvrt.attention.types import AttendArgs
-from scripts._lib import measure
+from scripts._lib import commands, measure
 
 _N_TOKENS = flags.DEFINE_integer("n_tokens", 7000, "Cached tokens.", lower_bound=1)
 _N_CELLS = flags.DEFINE_list("n_cells", ["512", "2048"], "Tokens that a query reads.")
@@ -29,9 +28,7 @@ _ROUNDS = flags.DEFINE_integer("rounds", 9, "Runs of each side.", lower_bound=1)
 _RANK, _ROPE, _INDEX, _BLOCK = 512, 64, 128, 256
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     for n_step in map(int, _STEPS.value):
         view = _view(_N_TOKENS.value, n_step)
         args, index = _args(view, _RANK, 0), _args(view, _INDEX - _ROPE, 1)
@@ -97,4 +94,4 @@ def _args(view: BlockView, rank: int, layer: int) -> AttendArgs:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

@@ -20,7 +20,7 @@ there. --only_compile times no step.
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -47,7 +47,7 @@ from kvrt.program.programs import ModelKind, TracedParams
 from kvrt.program.step import Cache
 from kvrt.store.kv import KVStore
 from kvrt_models.decoder import Decoder
-from scripts._lib import cases, grid, measure, shapes
+from scripts._lib import cases, commands, grid, measure, shapes
 from scripts._lib.cases import Case
 
 SIDES = ("whole", "plain", "by_layer", "scan", "stacked")
@@ -68,9 +68,7 @@ class _Case(Case):
         return dataclasses.replace(super().config, programs=programs)
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     grid.check(_SIDES, SIDES)
     for case in grid.cases():
         decoder = shapes.random_decoder(case.spec, case.dtype)
@@ -212,4 +210,4 @@ def scan_step(
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

@@ -9,12 +9,12 @@ the labels, beside the time.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt import BlockView, CacheConfig, GroupSpec, LayerAttention, LayerKV, TokenQKV, attend
 from kvrt.arrays import Array
@@ -22,7 +22,7 @@ from kvrt.attention.select import choose, labels, lines, read
 from kvrt.select_spec import DoubleSparsity, Quest, Select
 from kvrt.sizes import store_spec
 from kvrt.store import kv as kv_store
-from scripts._lib import measure
+from scripts._lib import commands, measure
 
 _N_TOKENS = flags.DEFINE_integer("n_tokens", 7000, "Cells that hold a token.", lower_bound=256)
 _N_CELLS = flags.DEFINE_integer("n_cells", 0, "Cells read; 0 is an eighth of the tokens.")
@@ -33,9 +33,7 @@ _N_HEADS, _N_GROUP, _DIM, _N_CHANNELS = 3, 3, 64, 16
 _GROUP = GroupSpec(layers=(0,), n_kv_heads=_N_HEADS, head_dim=_DIM, rope=None)
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     n_cells = _N_CELLS.value or _N_TOKENS.value // 8 // 16 * 16
     rng = np.random.default_rng(0)
     channels = tuple(
@@ -138,4 +136,4 @@ def _counted(select: Select | None, block_size: int, n_cells: int) -> dict[str, 
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

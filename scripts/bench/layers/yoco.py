@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt import CacheConfig, Runtime
 from kvrt.arrays import Array
@@ -19,7 +19,7 @@ from kvrt.attention import Attend
 from kvrt_models.decoder import Decoder
 from kvrt_models.hf.spec import spec_from_config
 from kvrt_models.layers.tensors import weight_parts, weight_shape
-from scripts._lib import measure
+from scripts._lib import commands, measure
 
 _N_TOKENS = flags.DEFINE_integer("n_tokens", 4096, "Tokens of the prompt.", lower_bound=2)
 _N_UBATCH = flags.DEFINE_integer("n_ubatch", 512, "Tokens of a step.", lower_bound=1)
@@ -39,9 +39,7 @@ class Whole(Decoder):
         return self.head(x[out_ids])
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     n, size = _N_TOKENS.value, _N_UBATCH.value
     prompt = np.random.default_rng(1).integers(0, _N_VOCAB, n).tolist()
     # With logits of each step's last token no step leaves anything out.
@@ -97,4 +95,4 @@ def _runtime(of: type[Decoder]) -> Runtime:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

@@ -9,15 +9,15 @@ that is copying the chunks, moving them, and both of its programs. Runs are inte
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt import BlendSpec, CacheConfig, Runtime
 from kvrt_models.load import load
-from scripts._lib import measure
+from scripts._lib import commands, measure
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known name, file or folder.")
 _N_TOKENS = flags.DEFINE_integer("n_tokens", 2000, "Tokens of all chunks.", lower_bound=8)
@@ -27,9 +27,7 @@ _RATIOS = flags.DEFINE_list("ratios", ["0.15"], "Of the chunks' tokens.")
 _N_ROUNDS = flags.DEFINE_integer("rounds", 5, "Runs of each side.", lower_bound=1)
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     decoder = load(_MODEL.value, dtype="f32").decoder
     n, n_suffix = _N_TOKENS.value, _N_SUFFIX.value
     config = CacheConfig(
@@ -66,4 +64,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

@@ -9,12 +9,11 @@ without `shared_reads`, "idle" the program with it where nothing is shared. Side
 
 import dataclasses
 import time
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt import CacheConfig, Engine, GroupSpec, Request
 from kvrt.attention import LayerAttention, LayerKV, SeqView, TokenQKV, attend
@@ -22,7 +21,7 @@ from kvrt.cells.slots import SeqBlocks, SharedBlocks
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.reading.runs import find_runs
 from kvrt.serving.reading.shared_reads import read_apart
-from scripts._lib import measure, shapes
+from scripts._lib import commands, measure, shapes
 
 _WHAT = flags.DEFINE_list("what", ["attention", "engine"], "Of attention, engine.")
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known model; toy is one of random weights.")
@@ -34,9 +33,7 @@ _N_ROUNDS = flags.DEFINE_integer("rounds", 30, "Runs of each side; of an engine 
 _N_HEADS, _N_KV, _HEAD_DIM = 9, 3, 64
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     for what in _WHAT.value:
         if what == "attention":
             for n_shared in map(int, _SHARED.value):
@@ -143,4 +140,4 @@ def _engine(n_shared: int) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

@@ -17,21 +17,20 @@ layers all see all tokens), once with masks by position and once, as a control, 
 """
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt import CacheConfig, Runtime
 from kvrt.arrays import Array
-from kvrt.errors import KvrtError, UsageError
+from kvrt.errors import UsageError
 from kvrt.reuse.blend import BlendSpec, Named
 from kvrt.runtime.chunks.chunk import CachedChunk
 from kvrt_models.load import load
-from scripts._lib import texts
+from scripts._lib import commands, texts
 from scripts._lib.measure import kl, log_probs
 from scripts.experiments.reuse.dense_blend import DenseBlend, Mask
 
@@ -58,17 +57,6 @@ QUESTIONS = (
     "who is to be banished from the city, and why?",
     "where does the second passage take place?",
 )
-
-
-def main(argv: Sequence[str]) -> int:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    try:
-        run()
-    except KvrtError as error:
-        print(f"blend: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
 
 
 def run() -> None:
@@ -233,4 +221,4 @@ def divergence(exact: np.ndarray, found: np.ndarray) -> float:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(run)

@@ -12,13 +12,13 @@ controls beside the rules: nothing computed again with keys moved ("reused") and
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
 from kvrt.errors import KvrtError, UsageError
+from scripts._lib import commands
 
 _PLOTS = Path(__file__).resolve().parents[3] / "docs" / "plots"
 _FIGURES = flags.DEFINE_string("figures", str(_PLOTS / "blend.jsonl"), "Lines of measured figures.")
@@ -38,9 +38,7 @@ LEVELS = {
 Figures = dict[str, dict[str, float]]  # by kind of prompts and way, nats
 
 
-def main(argv: Sequence[str]) -> int:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> int:
     try:
         draw(read(_FIGURES.value), _PLOT.value)
     except KvrtError as error:
@@ -109,4 +107,4 @@ def _panel(axes: Any, ways: dict[str, float]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

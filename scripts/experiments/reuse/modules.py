@@ -10,33 +10,20 @@ question's tokens, of each prompt and their mean. One module is a cached prefix,
 """
 
 import json
-import sys
 import time
-from collections.abc import Sequence
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt import CacheConfig, Runtime
-from kvrt.errors import KvrtError
 from kvrt.reuse.schema import Module, PlacedSchema, lay_out
 from kvrt.runtime.prompt_cache import PromptCache
 from kvrt_models.load import load
+from scripts._lib import commands
 from scripts.experiments.reuse import blend
 
 _COUNTS = flags.DEFINE_list("counts", ["1", "2", "3"], "Modules of which the pieces are made.")
-
-
-def main(argv: Sequence[str]) -> int:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    try:
-        run()
-    except KvrtError as error:
-        print(f"modules: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
 
 
 def run() -> None:
@@ -84,4 +71,4 @@ def layout_of(ids: list[int], count: int, lead: list[int]) -> PlacedSchema:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(run)
