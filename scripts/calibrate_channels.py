@@ -12,7 +12,8 @@ from absl import flags
 
 from kvrt.runtime.heavy_channels import heavy_channels, write_channels
 from kvrt_models.load import load
-from scripts._lib import commands, texts
+from scripts._lib import commands
+from scripts.experiments import texts
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known name, file or folder.")
 _TEXT = flags.DEFINE_multi_string("text", ["docs/concepts.md"], "Files to calibrate with.")

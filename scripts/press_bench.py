@@ -40,9 +40,9 @@ from kvrt.runtime.compress import REPEAT, compress_prompt
 from kvrt.runtime.heavy_channels import read_channels
 from kvrt.runtime.whole_cells import CellEviction
 from kvrt_models.load import Model, load
-from scripts._lib import commands, texts
-from scripts._lib.measure import kl, log_probs
-from scripts.experiments import needle
+from scripts._lib import commands
+from scripts.experiments import needle, texts
+from scripts.experiments.divergence import kl, log_probs
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known name, file or folder.")
 _METHODS = flags.DEFINE_list("methods", [*SCORED, "recent_without_sinks"], "Which policies.")

@@ -27,7 +27,8 @@ from kvrt.cells.edits import Remove, Shift
 from kvrt.reuse.plan import operations, plan_reuse
 from kvrt.session.snapshot import Snapshot
 from kvrt_models.load import Model, load
-from scripts._lib import commands, measure, texts
+from scripts._lib import commands, measure
+from scripts.experiments import divergence, texts
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known name, file or folder.")
 _N_PIECES = flags.DEFINE_integer("n_pieces", 8, "Pieces of the text.", lower_bound=6)
@@ -90,7 +91,7 @@ def run() -> list[dict[str, Any]]:
         for name, way in WAYS.items():
             results = [read(runtime, one, order(_N_PIECES.value), way) for one in studies]
             exact = exact or [logits for *_, logits in results]
-            kls = [divergence(a, b) for a, (*_, b) in zip(exact, results, strict=True)]
+            kls = [divergence.mean_kl(a, b) for a, (*_, b) in zip(exact, results, strict=True)]
             n, seconds = ([float(x[i]) for x in results] for i in (0, 1))
             figures = {"computed": np.mean(n), "seconds": np.mean(seconds), "kl": np.mean(kls)}
             rounded = {k: float(f"{v:.3g}") for k, v in figures.items()}
@@ -167,11 +168,6 @@ def blended(runtime: Runtime, one: Study, order: list[int]) -> tuple[float, jax.
 
 Way = Callable[[Runtime, Study, list[int]], tuple[float, jax.Array]]
 WAYS: Mapping[str, Way] = {"full": full, "prefix": prefix, "moved": moved, "blended": blended}
-
-
-def divergence(exact: np.ndarray, found: np.ndarray) -> float:
-    """Mean KL of two lists of logits."""
-    return float(measure.kl(measure.log_probs(exact), measure.log_probs(found)).mean())
 
 
 def plot(found: list[dict[str, Any]], path: str) -> None:

@@ -21,7 +21,8 @@ from kvrt.attention.scored.spec import slots_of
 from kvrt.files import kinds
 from kvrt.policies.scored import Observed, ScoredPolicy, Seen
 from kvrt_models.load import load
-from scripts._lib import commands, texts
+from scripts._lib import commands
+from scripts.experiments import texts
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known name, file or folder.")
 _TEXT = flags.DEFINE_string("text", "docs/concepts.md", "A file to look at.")

@@ -19,7 +19,8 @@ from absl import app, flags
 from kvrt import AttentionSinks, CacheConfig, Runtime
 from kvrt.kv_types import FLOAT_DTYPES, KVDtype
 from kvrt_models.load import load
-from scripts._lib import bars, commands, measure, texts
+from scripts._lib import commands, measure
+from scripts.experiments import texts
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known name, file or folder.")
 _TYPES = flags.DEFINE_multi_enum(
@@ -76,7 +77,7 @@ def main() -> None:
 def compared(read: Runtime, write: Runtime, tokens: Sequence[int]) -> Differences:
     """Both read the tokens; what is compared is what comes behind a full window."""
     chunks = []
-    with bars.bar(str(read.config.type_k), len(tokens)) as done:
+    with commands.bar(str(read.config.type_k), len(tokens)) as done:
         for runtime in (read, write):
             runtime.append(tokens[: _N_WINDOW.value])
         for first in range(_N_WINDOW.value, len(tokens) - 1, _CHUNK.value):

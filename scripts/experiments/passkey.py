@@ -20,8 +20,8 @@ from kvrt import Runtime
 from kvrt.errors import UsageError
 from kvrt_models.load import Model, load
 from kvrt_models.weights.types import WeightType
-from scripts._lib import bars, commands, texts
-from scripts.experiments import modes, needle
+from scripts._lib import commands
+from scripts.experiments import modes, needle, texts
 
 _MODEL = flags.DEFINE_string("model", "gemma3-270m", "Known name, file or folder.")
 _DTYPE = flags.DEFINE_enum("dtype", "f32", get_args(WeightType), "Type of the matrices.")
@@ -69,7 +69,7 @@ def main() -> None:
         modes.runtime_of(mode, model.decoder, sizes)
     lines: list[Told] = []
     n_all = sum(len(n.tokens) for cell in grid.values() for n in cell) * len(_WANTED.value)
-    with bars.bar("tokens", n_all) as done, output() as emit:
+    with commands.bar("tokens", n_all) as done, output() as emit:
         for mode in _WANTED.value:
             runtime = modes.runtime_of(mode, model.decoder, sizes)
             for (length, depth), cell in grid.items():

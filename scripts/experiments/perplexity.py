@@ -17,8 +17,8 @@ from absl import flags
 
 from kvrt.errors import UsageError
 from kvrt_models.load import load
-from scripts._lib import bars, commands, texts
-from scripts.experiments import modes, reading
+from scripts._lib import commands
+from scripts.experiments import modes, reading, texts
 
 N_UBATCH = 512
 
@@ -65,7 +65,7 @@ def main() -> None:
     for mode in _WANTED.value:
         runtime = modes.runtime_of(mode, model.decoder, sizes)
         afresh = sizes.n_window if mode == "recompute" else None
-        with bars.bar(mode, len(tokens)) as done:
+        with commands.bar(mode, len(tokens)) as done:
             read = reading.read(runtime, tokens, _CHUNK.value, afresh=afresh, done=done)
         stats = runtime.stats()
         told = described(mode) | reading.figures(read, _SEGMENT.value)

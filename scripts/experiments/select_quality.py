@@ -23,8 +23,8 @@ from kvrt.attention.select import choose
 from kvrt.runtime.heavy_channels import heavy_channels
 from kvrt.select_spec import DoubleSparsity, Quest, Select
 from kvrt_models.load import Model, load
-from scripts._lib import commands, measure, texts
-from scripts.experiments import needle
+from scripts._lib import commands
+from scripts.experiments import divergence, needle, texts
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known name, file or folder.")
 _CALIBRATION = flags.DEFINE_string("calibration", "docs/concepts.md", "Text for the channels.")
@@ -116,7 +116,7 @@ def _teacher_forced(runtime: Runtime, tokens: Sequence[int]) -> np.ndarray:
     runtime.clear()
     runtime.prefill(tokens[: _N_PROMPT.value])
     rest = tokens[_N_PROMPT.value : -1]
-    return measure.log_probs(np.concatenate([np.asarray(runtime.append([t])) for t in rest]))
+    return divergence.log_probs(np.concatenate([np.asarray(runtime.append([t])) for t in rest]))
 
 
 def _needles(model: Model) -> list[needle.Needle]:
@@ -129,7 +129,7 @@ def _needles(model: Model) -> list[needle.Needle]:
 def _emit(
     method: Method, text: str, log_probs: np.ndarray, dense: np.ndarray, tokens: Sequence[int]
 ) -> None:
-    kl = float(measure.kl(dense, log_probs).mean())
+    kl = float(divergence.kl(dense, log_probs).mean())
     rows = np.arange(len(tokens))
     ppl, base = (float(np.exp(-x[rows, tokens].mean())) for x in (log_probs, dense))
     top1 = float(np.mean(log_probs.argmax(1) == dense.argmax(1)))

@@ -19,6 +19,7 @@ from absl import flags
 from kvrt import CacheConfig, PromptLookup, Runtime, Sampling, Speculation
 from kvrt_models.load import load
 from scripts._lib import commands, measure
+from scripts.experiments import divergence
 
 _WHAT = flags.DEFINE_list("what", ["speed", "exact"], "Of speed, exact, kl.")
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "A model's name, or its file.")
@@ -114,7 +115,7 @@ def _kl(runtime: Runtime, ids: list[int]) -> dict[str, Any]:
     """Of single steps from steps of as many tokens as a round has, both of the plain text."""
     text, _ = _timed(runtime, ids)
     single, rounds = (_log_probs(runtime, ids, text, n) for n in (1, 1 + _N_DRAFT.value))
-    kl = measure.kl(single, rounds)
+    kl = divergence.kl(single, rounds)
     other = int((single.argmax(axis=1) != rounds.argmax(axis=1)).sum())
     return {"kl": float(kl.mean()), "greatest_kl": float(kl.max()), "n_other_best": other}
 
@@ -125,7 +126,7 @@ def _log_probs(runtime: Runtime, ids: list[int], text: list[int], n: int) -> np.
     runtime.prefill(ids)
     parts = [text[i : i + n] for i in range(0, len(text), n)]
     logits = [np.asarray(runtime.append(x, out_ids=range(len(x)))) for x in parts]
-    return measure.log_probs(np.concatenate(logits))
+    return divergence.log_probs(np.concatenate(logits))
 
 
 if __name__ == "__main__":

@@ -30,8 +30,9 @@ from kvrt.errors import UsageError
 from kvrt.reuse.blend import BlendSpec, Named
 from kvrt.runtime.chunks.chunk import CachedChunk
 from kvrt_models.load import load
-from scripts._lib import commands, texts
-from scripts._lib.measure import kl, log_probs
+from scripts._lib import commands
+from scripts.experiments import texts
+from scripts.experiments.divergence import mean_kl
 from scripts.experiments.reuse.dense_blend import DenseBlend, Mask
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known name, file or folder.")
@@ -81,10 +82,10 @@ def run() -> None:
             first = np.asarray(way(runtime, computed, question))
             rest = question_logits(runtime, question[1:], len(question) - 1)
             logits = np.concatenate([first, rest])
-            found.setdefault(name, []).append(divergence(exact, logits))
+            found.setdefault(name, []).append(mean_kl(exact, logits))
         if _ROW_MASK.value:
             for name, logits in by_mask(runtime, model.decoder, computed, question):
-                found.setdefault(name, []).append(divergence(exact, logits))
+                found.setdefault(name, []).append(mean_kl(exact, logits))
     for name, kls in found.items():
         print(json.dumps({"way": name, "kl": float(np.mean(kls)), "kls": kls}))
 
@@ -213,11 +214,6 @@ def by_mask(
 def question_logits(runtime: Runtime, tokens: list[int], n: int) -> np.ndarray:
     """Logits of the last n of some tokens that are appended."""
     return np.asarray(runtime.append(tokens, out_ids=range(len(tokens) - n, len(tokens))))
-
-
-def divergence(exact: np.ndarray, found: np.ndarray) -> float:
-    """Mean KL of two lists of logits."""
-    return float(kl(log_probs(exact), log_probs(found)).mean())
 
 
 if __name__ == "__main__":

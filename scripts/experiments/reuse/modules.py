@@ -21,6 +21,7 @@ from kvrt.reuse.schema import Module, PlacedSchema, lay_out
 from kvrt.runtime.prompt_cache import PromptCache
 from kvrt_models.load import load
 from scripts._lib import commands
+from scripts.experiments.divergence import mean_kl
 from scripts.experiments.reuse import blend
 
 _COUNTS = flags.DEFINE_list("counts", ["1", "2", "3"], "Modules of which the pieces are made.")
@@ -52,7 +53,7 @@ def run() -> None:
             seconds.append(time.perf_counter() - start)
             found = blend.question_logits(runtime, question[1:], len(question) - 1)
             counted = {"shared": served.n_shared, "computed": served.n_computed}
-            kls.append(blend.divergence(exact[1:], found))
+            kls.append(mean_kl(exact[1:], found))
         print(
             json.dumps(
                 {"modules": count}
