@@ -16,7 +16,7 @@ what they will take.
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -25,8 +25,6 @@ import numpy as np
 from absl import app, flags
 from flax import nnx
 from jax.experimental import topologies
-from rich.console import Console
-from rich.table import Table
 
 from kvrt import CacheConfig, GroupSpec
 from kvrt.attention import BlockView, LayerAttention, LayerKV, TokenQKV, attend
@@ -95,7 +93,6 @@ def main() -> None:
     results += [x for name in _LOWER.value for x in lower_for(name)]
     for figures in results:
         measure.emit("aot", **figures)
-    table(results)
 
 
 def compile_for(name: str) -> Iterator[dict[str, Any]]:
@@ -273,37 +270,6 @@ def kernel_alone(attention: str, d: int, rows: str, n_tokens: int = 1) -> Progra
 
 def _bytes(tree: Any) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-def table(results: Sequence[dict[str, Any]]) -> None:
-    """The figures for people, on the error stream: the lines of JSON go to the other."""
-    heads = {
-        "chip": "chip",
-        "program": "program",
-        "trace_s": "trace, s",
-        "lower_s": "lower, s",
-        "compile_s": "compile, s",
-        "argument_bytes": "arguments",
-        "cache_bytes": "cache",
-        "alias_bytes": "in place",
-        "temp_bytes": "temporaries",
-        "flops": "operations",
-        "bytes_accessed": "bytes",
-        "module_bytes": "module",
-        "n_kernel_calls": "kernels",
-    }
-    used = {key: head for key, head in heads.items() if any(key in x for x in results)}
-    found = Table()
-    for head in used.values():
-        found.add_column(head, no_wrap=True)
-    for figures in results:
-        found.add_row(*(_shown(figures.get(key)) for key in used))
-    # As wide as it is, for whoever keeps it in a file.
-    Console(stderr=True, width=160).print(found)
-
-
-def _shown(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else "" if value is None else str(value)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from kvrt.reuse.plan import operations, plan_reuse
 from kvrt.session.snapshot import Snapshot
 from kvrt_models.load import Model, load
 from scripts._lib import commands, measure
-from scripts.experiments import divergence, texts
+from scripts.experiments import divergence, plots, texts
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known name, file or folder.")
 _N_PIECES = flags.DEFINE_integer("n_pieces", 8, "Pieces of the text.", lower_bound=6)
@@ -172,23 +172,17 @@ WAYS: Mapping[str, Way] = {"full": full, "prefix": prefix, "moved": moved, "blen
 
 def plot(found: list[dict[str, Any]], path: str) -> None:
     """Divergence over tokens computed: a colour a way, a marker an edit."""
-    import matplotlib  # pyright: ignore[reportMissingImports]
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt  # pyright: ignore[reportMissingImports]
-
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    for n_way, way in enumerate(WAYS):
-        for marker, edit in zip("os^D", EDITS, strict=True):
-            rows = [x for x in found if x["way"] == way and x["edit"] == edit]
-            label = edit if n_way == 0 else None
-            at = [x["computed"] for x in rows], [x["kl"] for x in rows]
-            axes.plot(*at, marker, color=f"C{n_way}", label=label)
-        axes.plot([], [], "-", color=f"C{n_way}", label=way)
-    axes.set(xlabel="tokens computed", ylabel="KL from full, nats")
-    axes.set_yscale("symlog", linthresh=1e-3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
+    with plots.panels(path, figsize=(6, 4), layout="constrained") as (_, ((axes,),)):
+        for n_way, way in enumerate(WAYS):
+            for marker, edit in zip("os^D", EDITS, strict=True):
+                lines = [x for x in found if x["way"] == way and x["edit"] == edit]
+                at = [x["computed"] for x in lines], [x["kl"] for x in lines]
+                label = edit if n_way == 0 else None
+                axes.plot(*at, marker, color=f"C{n_way}", label=label)
+            axes.plot([], [], "-", color=f"C{n_way}", label=way)
+        axes.set(xlabel="tokens computed", ylabel="KL from full, nats")
+        axes.set_yscale("symlog", linthresh=1e-3)
+        axes.legend()
 
 
 def _prompt(one: Study, order: list[int]) -> Ids:

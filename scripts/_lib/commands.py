@@ -49,7 +49,7 @@ def check_names(flag: flags.FlagHolder[list[str]], known: Collection[str]) -> No
 
 @contextlib.contextmanager
 def bar(name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows a bar on standard error while the body runs; the function that it yields moves it on."""
+    """Shows a bar on standard error while the body runs; what it yields moves the bar on."""
     columns = (
         progress.TextColumn(name),
         progress.BarColumn(),

@@ -21,7 +21,7 @@ from kvrt.errors import UsageError
 from kvrt_models.load import Model, load
 from kvrt_models.weights.types import WeightType
 from scripts._lib import commands
-from scripts.experiments import modes, needle, texts
+from scripts.experiments import modes, needle, plots, texts
 
 _MODEL = flags.DEFINE_string("model", "gemma3-270m", "Known name, file or folder.")
 _DTYPE = flags.DEFINE_enum("dtype", "f32", get_args(WeightType), "Type of the matrices.")
@@ -163,28 +163,21 @@ def output() -> Iterator[Callable[[Told], None]]:
 
 def plot(lines: Sequence[Told], path: str) -> None:
     """A heat map a mode: lengths across, depths down, the share of keys that was found."""
-    import matplotlib  # pyright: ignore[reportMissingImports]
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
-
     maps = shares(lines)
-    figure, axes = pyplot.subplots(
-        1, len(maps), figsize=(1.2 + 1.9 * len(maps), 3), sharey=True, squeeze=False
-    )
-    for axis, (mode, share) in zip(axes[0], maps.items(), strict=True):
-        lengths = sorted({length for length, _ in share})
-        depths = sorted({depth for _, depth in share})
-        values = [[share.get((length, depth), np.nan) for length in lengths] for depth in depths]
-        axis.imshow(values, vmin=0, vmax=1, cmap="Blues", aspect="auto")
-        axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
-        axis.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
-        axis.set_title(mode)
-        for (row, column), value in np.ndenumerate(np.array(values)):
-            color = "white" if value > 0.5 else "black"
-            axis.text(column, row, f"{value:.2g}", ha="center", va="center", color=color)
-    axes[0][0].set(xlabel="tokens", ylabel="depth of the key")
-    figure.savefig(path, dpi=100, bbox_inches="tight")
+    size = {"figsize": (1.2 + 1.9 * len(maps), 3), "sharey": True}
+    with plots.panels(path, 1, len(maps), **size) as (_, (axes,)):
+        for axis, (mode, share) in zip(axes, maps.items(), strict=True):
+            lengths = sorted({length for length, _ in share})
+            depths = sorted({depth for _, depth in share})
+            values = [[share.get((n, depth), np.nan) for n in lengths] for depth in depths]
+            axis.imshow(values, vmin=0, vmax=1, cmap="Blues", aspect="auto")
+            axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+            axis.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
+            axis.set_title(mode)
+            for (row, column), value in np.ndenumerate(np.array(values)):
+                color = "white" if value > 0.5 else "black"
+                axis.text(column, row, f"{value:.2g}", ha="center", va="center", color=color)
+        axes[0].set(xlabel="tokens", ylabel="depth of the key")
 
 
 def shares(lines: Sequence[Told]) -> dict[str, dict[tuple[int, float], float]]:

@@ -18,7 +18,7 @@ from absl import flags
 from kvrt.errors import UsageError
 from kvrt_models.load import load
 from scripts._lib import commands
-from scripts.experiments import modes, reading, texts
+from scripts.experiments import modes, plots, reading, texts
 
 N_UBATCH = 512
 
@@ -91,18 +91,12 @@ def described(mode: str) -> Told:
 
 def plot(results: dict[str, list[float]], segment: int, path: str) -> None:
     """Lines over positions."""
-    import matplotlib  # pyright: ignore[reportMissingImports]
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    for mode, values in results.items():
-        ends = (np.arange(len(values)) + 1) * segment
-        axes.plot(ends, values, marker="o", label=mode)
-    axes.set(xlabel="tokens", ylabel=f"perplexity of {segment} tokens", yscale="log")
-    axes.legend()
-    figure.savefig(path, dpi=100, bbox_inches="tight")
+    with plots.panels(path, figsize=(8, 4.5)) as (_, ((axes,),)):
+        for mode, values in results.items():
+            ends = (np.arange(len(values)) + 1) * segment
+            axes.plot(ends, values, marker="o", label=mode)
+        axes.set(xlabel="tokens", ylabel=f"perplexity of {segment} tokens", yscale="log")
+        axes.legend()
 
 
 if __name__ == "__main__":

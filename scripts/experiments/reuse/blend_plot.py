@@ -19,6 +19,7 @@ from absl import flags
 
 from kvrt.errors import KvrtError, UsageError
 from scripts._lib import commands
+from scripts.experiments import plots
 
 _PLOTS = Path(__file__).resolve().parents[3] / "docs" / "plots"
 _FIGURES = flags.DEFINE_string("figures", str(_PLOTS / "blend.jsonl"), "Lines of measured figures.")
@@ -77,19 +78,13 @@ def curve(ways: dict[str, float], name: str) -> list[tuple[float, float]]:
 
 def draw(found: Figures, path: str) -> None:
     """A panel for each kind of prompts, all of the same height."""
-    import matplotlib  # pyright: ignore[reportMissingImports]
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt  # pyright: ignore[reportMissingImports]
-
-    size = {"figsize": (5.5 * len(found), 4.5), "layout": "constrained"}
-    figure, panels = plt.subplots(1, len(found), sharey=True, squeeze=False, **size)
-    for axes, (prompts, ways) in zip(panels[0], found.items(), strict=True):
-        _panel(axes, ways)
-        axes.set(title=prompts, xlabel="% of the chunks' tokens computed in every layer")
-    panels[0][0].set_ylabel("KL from a prefill of the whole, nats")
-    panels[0][0].legend(fontsize=8)
-    figure.savefig(path, dpi=110)
+    size = {"figsize": (5.5 * len(found), 4.5), "layout": "constrained", "sharey": True}
+    with plots.panels(path, 1, len(found), **size) as (_, (axes,)):
+        for axis, (prompts, ways) in zip(axes, found.items(), strict=True):
+            _panel(axis, ways)
+            axis.set(title=prompts, xlabel="% of the chunks' tokens computed in every layer")
+        axes[0].set_ylabel("KL from a prefill of the whole, nats")
+        axes[0].legend(fontsize=8)
 
 
 def _panel(axes: Any, ways: dict[str, float]) -> None:
