@@ -229,7 +229,8 @@ def skip(model: Model) -> Iterator[Line]:
     """A round beside the steps that it is made of, the deepest exit first."""
     ids, d = model.tokenizer.encode(BEGINNINGS[0]), _N_DRAFT.value
     for e in sorted(map(int, _EXITS.value or ("10", "20")), reverse=True):
-        for block in list(model.decoder.blocks)[e:]:  # pyright: ignore[reportAttributeAccessIssue]
+        decoder: Any = model.decoder
+        for block in list(decoder.blocks)[e:]:
             # They add nothing to the stream, and are computed all the same.
             for out in (block.out, block.ffn.down):
                 out.weight[...] = jnp.zeros_like(out.weight[...])

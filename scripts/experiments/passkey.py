@@ -1,16 +1,13 @@
 """A needle grid: which pass keys each way of reading finds, over length and depth.
 
-Run it with `python -m scripts.experiments.passkey --out passkey.jsonl --plot passkey.png`. One JSON
+Run it with `python -m scripts.experiments.passkey --plot passkey.png`. One JSON
 line a cell of the grid: a mode, a length in tokens, a depth; the modes are those of `modes.py`.
 Generation is greedy, and a key counts as found if it is the first number of the answer.
 """
 
-import contextlib
 import itertools
-import json
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -20,7 +17,7 @@ from kvrt import Runtime
 from kvrt.errors import UsageError
 from kvrt_models.load import Model, load
 from kvrt_models.weights.types import WeightType
-from scripts._lib import commands
+from scripts._lib import commands, measure
 from scripts.experiments import modes, needle, plots, texts
 
 _MODEL = flags.DEFINE_string("model", "gemma3-270m", "Known name, file or folder.")
@@ -35,7 +32,6 @@ _GA_W = flags.DEFINE_integer("ga_w", 512, "SelfExtend's window.", lower_bound=1)
 _FILLER = flags.DEFINE_enum("filler", "repeated", ["repeated", *texts.PLAYS], "What hides them.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the keys.")
 _TRIALS = flags.DEFINE_integer("trials", 1, "Keys a cell.", lower_bound=1)
-_OUT = flags.DEFINE_string("out", None, "Append the lines to this file, not standard output.")
 _PLOT = flags.DEFINE_string("plot", None, "Draw the grid into this file (extra [viz]).")
 
 N_ANSWER = 12  # a space, five digits, and what follows
@@ -69,13 +65,12 @@ def main() -> None:
         modes.runtime_of(mode, model.decoder, sizes)
     lines: list[Told] = []
     n_all = sum(len(n.tokens) for cell in grid.values() for n in cell) * len(_WANTED.value)
-    with commands.bar("tokens", n_all) as done, output() as emit:
+    with commands.bar("tokens", n_all) as done:
         for mode in _WANTED.value:
             runtime = modes.runtime_of(mode, model.decoder, sizes)
             for (length, depth), cell in grid.items():
                 line = described(mode, length, depth) | asked(runtime, model, cell, done)
-                emit(line)
-                lines.append(line)
+                lines.append(measure.emit("passkey", **line))
     if _PLOT.value:
         plot(lines, _PLOT.value)
 
@@ -144,21 +139,6 @@ def described(mode: str, length: int, depth: float) -> Told:
     if mode in modes.EXTENDED:
         told |= {"ga_n": _GA_N.value, "ga_w": _GA_W.value}
     return told
-
-
-@contextlib.contextmanager
-def output() -> Iterator[Callable[[Told], None]]:
-    """Where lines go, each as soon as it is there.
-
-    Raises:
-      UsageError: --out cannot be written.
-    """
-    with contextlib.ExitStack() as stack:
-        try:
-            file = stack.enter_context(open(_OUT.value, "a")) if _OUT.value else sys.stdout
-        except OSError as error:
-            raise UsageError(f"--out {_OUT.value}: {error.strerror}; name another file") from error
-        yield lambda line: print(json.dumps(line), file=file, flush=True)
 
 
 def plot(lines: Sequence[Told], path: str) -> None:

@@ -9,7 +9,6 @@ with `recompute` as with `sinks` and `window`.
         --n_window 1024 --chunk 64 --segment 2000
 """
 
-import json
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from absl import flags
 
 from kvrt.errors import UsageError
 from kvrt_models.load import load
-from scripts._lib import commands
+from scripts._lib import commands, measure
 from scripts.experiments import modes, plots, reading, texts
 
 N_UBATCH = 512
@@ -72,7 +71,7 @@ def main() -> None:
         told |= {"n_shift": stats.n_shift, "n_extend": stats.n_extend}
         if len(read.losses) > sizes.n_window:
             told["beyond_window"] = reading.perplexity(read.losses[sizes.n_window :])
-        print(json.dumps(told), flush=True)
+        measure.emit("perplexity", **told)
         results[mode] = told["perplexity"]
     if _PLOT.value:
         plot(results, _SEGMENT.value, _PLOT.value)

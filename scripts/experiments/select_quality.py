@@ -1,6 +1,6 @@
 """What sparse reads cost in quality: recall, KL, perplexity and pass keys, beside two controls.
 
-    python -m scripts.experiments.select_quality --out select.jsonl
+    python -m scripts.experiments.select_quality --keys 4
 
 Each text is read densely up to --n_prompt tokens and then token by token, and each method reads
 n_cells of them. Channels come from a text that is not judged. The controls choose units at random,
@@ -8,7 +8,6 @@ and the most recent ones; both have to be worse. One JSON line a text and method
 """
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +22,7 @@ from kvrt.attention.select import choose
 from kvrt.runtime.heavy_channels import heavy_channels
 from kvrt.select_spec import DoubleSparsity, Quest, Select
 from kvrt_models.load import Model, load
-from scripts._lib import commands
+from scripts._lib import commands, measure
 from scripts.experiments import divergence, needle, texts
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known name, file or folder.")
@@ -33,11 +32,7 @@ _N_STEPS = flags.DEFINE_integer("n_steps", 127, "Tokens read one by one.", lower
 _N_CELLS = flags.DEFINE_list("n_cells", ["128", "256"], "Cells read.")
 _N_CHANNELS = flags.DEFINE_integer("n_channels", 16, "Channels a head.", lower_bound=1)
 _N_KEYS = flags.DEFINE_integer("keys", 6, "Pass keys.", lower_bound=0)
-_OUT = flags.DEFINE_string("out", None, "Append the lines to this file, not standard output.")
 _METHODS = flags.DEFINE_list("methods", [], "Only these; empty is all.")
-
-_FIRST = 3000  # tokens of each play that are left out: title, persons, the first scenes
-
 
 _SHIPPED = choose.unit_weights
 
@@ -54,9 +49,7 @@ class Method:
 def main() -> None:
     model = load(_MODEL.value, dtype="f32")
     n = _N_PROMPT.value + _N_STEPS.value + 1
-    plays = {
-        name: model.tokenizer.encode(texts.play(name))[_FIRST : _FIRST + n] for name in texts.PLAYS
-    }
+    plays = {name: divergence.pieces(model.tokenizer, name, n) for name in texts.PLAYS}
     keys = _needles(model)
     dense: dict[str, Any] = {}
     for method in _methods(model):
@@ -138,12 +131,7 @@ def _emit(
 
 
 def _line(method: Method, **figures: Any) -> None:
-    line = json.dumps({"method": method.name, **figures})
-    if not _OUT.value:
-        print(line, flush=True)
-        return
-    with open(_OUT.value, "a") as file:
-        print(line, file=file)
+    measure.emit("sparse reads", method=method.name, **figures)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from kvrt.errors import UsageError
 from kvrt.reuse.blend import BlendSpec, Named
 from kvrt.runtime.chunks.chunk import CachedChunk
 from kvrt_models.load import load
-from scripts._lib import commands
+from scripts._lib import commands, measure
 from scripts.experiments import texts
 from scripts.experiments.divergence import mean_kl
 from scripts.experiments.reuse.dense_blend import DenseBlend, Mask
@@ -87,7 +87,7 @@ def run() -> None:
             for name, logits in by_mask(runtime, model.decoder, computed, question):
                 found.setdefault(name, []).append(mean_kl(exact, logits))
     for name, kls in found.items():
-        print(json.dumps({"way": name, "kl": float(np.mean(kls)), "kls": kls}))
+        measure.emit("blended chunks", way=name, kl=float(np.mean(kls)), kls=kls)
 
 
 def prompts(tokenizer: Any) -> list[Prompt]:

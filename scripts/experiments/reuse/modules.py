@@ -9,7 +9,6 @@ line a number of modules: the divergence (KL, in nats) from a prefill of the who
 question's tokens, of each prompt and their mean. One module is a cached prefix, and loses nothing.
 """
 
-import json
 import time
 
 import jax
@@ -20,7 +19,7 @@ from kvrt import CacheConfig, Runtime
 from kvrt.reuse.schema import Module, PlacedSchema, lay_out
 from kvrt.runtime.prompt_cache import PromptCache
 from kvrt_models.load import load
-from scripts._lib import commands
+from scripts._lib import commands, measure
 from scripts.experiments.divergence import mean_kl
 from scripts.experiments.reuse import blend
 
@@ -54,13 +53,8 @@ def run() -> None:
             found = blend.question_logits(runtime, question[1:], len(question) - 1)
             counted = {"shared": served.n_shared, "computed": served.n_computed}
             kls.append(mean_kl(exact[1:], found))
-        print(
-            json.dumps(
-                {"modules": count}
-                | counted
-                | {"kl": float(np.mean(kls)), "kls": kls, "serve_s": min(seconds)}
-            )
-        )
+        figures = {**counted, "kl": float(np.mean(kls)), "kls": kls, "serve_s": min(seconds)}
+        measure.emit("modules", modules=count, **figures)
 
 
 def layout_of(ids: list[int], count: int, lead: list[int]) -> PlacedSchema:
