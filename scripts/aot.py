@@ -16,7 +16,7 @@ what they will take.
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -25,8 +25,6 @@ import numpy as np
 from absl import app, flags
 from flax import nnx
 from jax.experimental import topologies
-from rich.console import Console
-from rich.table import Table
 
 from kvrt import CacheConfig, GroupSpec
 from kvrt.attention import BlockView, LayerAttention, LayerKV, TokenQKV, attend
@@ -39,7 +37,7 @@ from kvrt.program.layout import Layout, cell_layout
 from kvrt.program.programs import layer_params, model_kind
 from kvrt.store import codec
 from kvrt_models.spec import DecoderSpec
-from scripts._lib import chips, measure, shapes
+from scripts._lib import chips, commands, measure, shapes
 
 # A description of the smallest slice of each kind.
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
@@ -78,9 +76,7 @@ class Program:
     donated: tuple[int, ...] = ()
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     known = [*TOPOLOGIES, *chips.GPUS]
     unknown = [x for x in _TOPOLOGY.value if x not in known]
     unknown += [x for x in _LOWER.value if x not in GPUS]
@@ -97,7 +93,6 @@ def main(argv: Sequence[str]) -> None:
     results += [x for name in _LOWER.value for x in lower_for(name)]
     for figures in results:
         measure.emit("aot", **figures)
-    table(results)
 
 
 def compile_for(name: str) -> Iterator[dict[str, Any]]:
@@ -277,36 +272,5 @@ def _bytes(tree: Any) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def table(results: Sequence[dict[str, Any]]) -> None:
-    """The figures for people, on the error stream: the lines of JSON go to the other."""
-    heads = {
-        "chip": "chip",
-        "program": "program",
-        "trace_s": "trace, s",
-        "lower_s": "lower, s",
-        "compile_s": "compile, s",
-        "argument_bytes": "arguments",
-        "cache_bytes": "cache",
-        "alias_bytes": "in place",
-        "temp_bytes": "temporaries",
-        "flops": "operations",
-        "bytes_accessed": "bytes",
-        "module_bytes": "module",
-        "n_kernel_calls": "kernels",
-    }
-    used = {key: head for key, head in heads.items() if any(key in x for x in results)}
-    found = Table()
-    for head in used.values():
-        found.add_column(head, no_wrap=True)
-    for figures in results:
-        found.add_row(*(_shown(figures.get(key)) for key in used))
-    # As wide as it is, for whoever keeps it in a file.
-    Console(stderr=True, width=160).print(found)
-
-
-def _shown(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else "" if value is None else str(value)
-
-
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

@@ -7,13 +7,13 @@ later. The file has the digest of the weights, and is refused with others.
 """
 
 import pathlib
-from collections.abc import Sequence
 
-from absl import app, flags
+from absl import flags
 
 from kvrt.runtime.heavy_channels import heavy_channels, write_channels
 from kvrt_models.load import load
-from scripts._lib import texts
+from scripts._lib import commands
+from scripts.experiments import texts
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known name, file or folder.")
 _TEXT = flags.DEFINE_multi_string("text", ["docs/concepts.md"], "Files to calibrate with.")
@@ -23,9 +23,7 @@ _SIZE = flags.DEFINE_integer("size", 512, "Tokens of a piece.", lower_bound=16)
 _OUT = flags.DEFINE_string("out", None, "File to write.", required=True)
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     model = load(_MODEL.value)
     text = "\n\n".join(pathlib.Path(x).read_text() for x in _TEXT.value)
     pieces = texts.in_pieces(model.tokenizer.encode(text), _SIZE.value)[: _N_PIECES.value]
@@ -35,4 +33,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

@@ -9,20 +9,19 @@ of its own, and every file is read in this process, whose peak memory is printed
 import contextlib
 import json
 import resource
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt import CacheConfig, Runtime, session
 from kvrt.errors import BadSession, KvrtError
 from kvrt.session import codec
 from kvrt.session.kv_file import blobs
+from scripts._lib import commands
 from scripts.forged_sessions import MUTANTS, any_array, any_leaf, joined, parted
 from scripts.toy_decoder import ToyDecoder
 
@@ -34,9 +33,7 @@ KINDS = ("flip", "head", "cut", "add", "zero", "put", "swap", "drop")
 _N_HEAD = 1100  # bytes of the first page that say something
 
 
-def main(argv: Sequence[str]) -> int:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> int:
     rng = np.random.default_rng(_SEED.value)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "x.kv"
@@ -142,4 +139,4 @@ def mutated(data: bytes, rng: np.random.Generator) -> bytes:
 
 
 if __name__ == "__main__":
-    sys.exit(app.run(main))
+    commands.run(main)

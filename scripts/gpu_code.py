@@ -19,7 +19,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from jax.extend.mlir import ir
 
 from kvrt.errors import NoKernel
 from scripts import aot
-from scripts._lib import chips, measure
+from scripts._lib import chips, commands, measure
 
 _TARGET = flags.DEFINE_list(
     "target", ["h200"], f"What is compiled for: {', '.join(chips.GPUS)}, or gfx942 and the like."
@@ -60,9 +60,7 @@ class Kernel(NamedTuple):
     n_warps: int
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     mosaic = _ATTENTION.value == "mosaic_gpu"
     unknown = [x for x in _TARGET.value if x not in chips.GPUS and not x.startswith("gfx")]
     unknown += [x for x in _TARGET.value if x.startswith("gfx") and mosaic]
@@ -195,4 +193,4 @@ def _made(kernel: Kernel, backend: str, architecture: int | str, n_stages: int) 
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

@@ -22,28 +22,26 @@ one by one, are those of `scripts.experiments.select_quality`. duo needs --heads
 """
 
 import dataclasses
-import importlib.util
 import json
 import pathlib
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt import CacheConfig, DoubleSparsity, Quest, Runtime, Select
-from kvrt.errors import KvrtError, UsageError
+from kvrt.errors import UsageError
 from kvrt.policies import SCORED, ScoredPolicy
 from kvrt.policies.scored import DuoAttention
 from kvrt.runtime.compress import REPEAT, compress_prompt
 from kvrt.runtime.heavy_channels import read_channels
 from kvrt.runtime.whole_cells import CellEviction
 from kvrt_models.load import Model, load
-from scripts._lib import texts
-from scripts._lib.measure import kl, log_probs
-from scripts.experiments import needle
+from scripts._lib import commands, measure
+from scripts.experiments import needle, plots, texts
+from scripts.experiments.divergence import kl, log_probs
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known name, file or folder.")
 _METHODS = flags.DEFINE_list("methods", [*SCORED, "recent_without_sinks"], "Which policies.")
@@ -65,25 +63,14 @@ Method = ScoredPolicy | Select | CellEviction
 Line = dict[str, Any]
 
 
-def main(argv: Sequence[str]) -> int:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    try:
-        run()
-    except KvrtError as error:
-        print(f"press_bench: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
 def run() -> None:
     """All methods at all budgets.
 
     Raises:
       UsageError: an unknown method, a budget below its interval, or a plot without matplotlib.
     """
-    if (_PLOT.value or _KEPT.value) and importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--plot and --kept draw with matplotlib; pip install 'kvrt[viz]'")
+    if _PLOT.value or _KEPT.value:
+        plots.check_viz()
     wanted = [(name, int(n)) for name in _METHODS.value for n in _BUDGETS.value]
     methods = [method_of(name, n) for name, n in wanted]
     if not _N_KEYS.value and (not _N_TEXTS.value or not all(map(_reads_texts, wanted))):
@@ -104,7 +91,6 @@ def run() -> None:
         if _KEPT.value and policy is not None:
             text = (plays or [x.tokens for x in keys])[0]
             panels.append((f"{name} {budget}", _kept(reader, text), len(text)))
-    _table(lines)
     if _PLOT.value:
         _draw(lines, _PLOT.value)
     if _KEPT.value:
@@ -256,8 +242,7 @@ def measured(
         "bytes": runtime.stats().cache_bytes,
         "tokens_per_s": round(n_new / seconds, 1),
     }
-    print(json.dumps(line), flush=True)
-    return line
+    return measure.emit("press", **line)
 
 
 def _rounded(figures: Sequence[float], digits: int) -> float | None:
@@ -265,39 +250,16 @@ def _rounded(figures: Sequence[float], digits: int) -> float | None:
     return round(float(np.mean(figures)), digits) if len(figures) else None
 
 
-def _table(lines: Sequence[Line]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    names = ("method", "budget", "kl", "perplexity", "passkey_nll", "bytes", "tokens_per_s")
-    table = Table(*names)
-    for line in sorted(lines, key=_rank):
-        table.add_row(*(str(line[name]) for name in names))
-    Console(stderr=True).print(table)
-
-
-def _rank(line: Line) -> tuple[int, float, float]:
-    kl, nll = line["kl"], line["passkey_nll"]
-    return line["budget"], np.inf if kl is None else kl, np.inf if nll is None else nll
-
-
 def _draw(lines: Sequence[Line], path: str) -> None:
     """KL over the budget, a line a method."""
-    import matplotlib  # pyright: ignore[reportMissingImports]
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
-
-    figure, axis = pyplot.subplots(figsize=(7, 4.5))
-    for name in _METHODS.value:
-        own = [x for x in lines if x["method"] == name and x["kl"] is not None]
-        mine = sorted((x["budget"], x["kl"]) for x in own)
-        if not mine:
-            continue
-        axis.plot(*zip(*mine, strict=True), marker="o", label=name)
-    axis.set(xlabel="tokens a kv head", ylabel="KL from all tokens (nats)", yscale="log")
-    axis.legend(fontsize=7)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    with plots.panels(path, figsize=(7, 4.5)) as (_, ((axis,),)):
+        for name in _METHODS.value:
+            own = [x for x in lines if x["method"] == name and x["kl"] is not None]
+            if own:
+                points = sorted((x["budget"], x["kl"]) for x in own)
+                axis.plot(*zip(*points, strict=True), marker="o", label=name)
+        axis.set(xlabel="tokens a kv head", ylabel="KL from all tokens (nats)", yscale="log")
+        axis.legend(fontsize=7)
 
 
 def _kept(reader: Reader, text: list[int]) -> list[np.ndarray]:
@@ -307,26 +269,20 @@ def _kept(reader: Reader, text: list[int]) -> list[np.ndarray]:
     return [np.asarray(x) for heads in reader.runtime.kept_positions().values() for x in heads]
 
 
-def _draw_kept(panels: Sequence[tuple[str, list[np.ndarray], int]], path: str) -> None:
+def _draw_kept(kept: Sequence[tuple[str, list[np.ndarray], int]], path: str) -> None:
     """Which positions of a text (across) each layer and head (down) keeps, by method."""
-    import matplotlib  # pyright: ignore[reportMissingImports]
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
-
-    n_down = -(-len(panels) // 2)
-    size = {"figsize": (10, 2.2 * n_down + 0.6), "squeeze": False}
-    figure, axes = pyplot.subplots(n_down, min(len(panels), 2), sharex=True, sharey=True, **size)
-    for axis, (name, heads, n_tokens) in zip(axes.flat, panels, strict=False):
-        picture = np.zeros((len(heads), n_tokens))
-        for i, kept in enumerate(heads):
-            picture[i, kept] = 1
-        axis.imshow(picture, aspect="auto", cmap="Greys", interpolation="none")
-        axis.set_title(name, fontsize=8)
-    figure.supxlabel("position")
-    figure.supylabel("layer and kv head, first layer above")
-    figure.savefig(path, dpi=110, bbox_inches="tight")
+    n_down = -(-len(kept) // 2)
+    size = {"figsize": (10, 2.2 * n_down + 0.6), "sharex": True, "sharey": True}
+    with plots.panels(path, n_down, min(len(kept), 2), **size) as (figure, axes):
+        for axis, (name, heads, n_tokens) in zip(axes.flat, kept, strict=False):
+            picture = np.zeros((len(heads), n_tokens))
+            for i, positions in enumerate(heads):
+                picture[i, positions] = 1
+            axis.imshow(picture, aspect="auto", cmap="Greys", interpolation="none")
+            axis.set_title(name, fontsize=8)
+        figure.supxlabel("position")
+        figure.supylabel("layer and kv head, first layer above")
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(run)

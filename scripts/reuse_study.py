@@ -14,22 +14,21 @@ in nats) from "full" over the question's tokens, mean of the plays.
 """
 
 import dataclasses
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt import BlendSpec, CacheConfig, CachedChunk, Runtime
 from kvrt.cells.edits import Remove, Shift
-from kvrt.errors import KvrtError
 from kvrt.reuse.plan import operations, plan_reuse
 from kvrt.session.snapshot import Snapshot
 from kvrt_models.load import Model, load
-from scripts._lib import measure, texts
+from scripts._lib import commands, measure
+from scripts.experiments import divergence, plots, texts
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known name, file or folder.")
 _N_PIECES = flags.DEFINE_integer("n_pieces", 8, "Pieces of the text.", lower_bound=6)
@@ -72,17 +71,10 @@ EDITS: Mapping[str, Callable[[int], list[int]]] = {
 }
 
 
-def main(argv: Sequence[str]) -> int:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    try:
-        found = run()
-    except KvrtError as error:
-        print(f"reuse_study: {error}", file=sys.stderr)
-        return error.exit_code
+def main() -> None:
+    found = run()
     if _PLOT.value:
         plot(found, _PLOT.value)
-    return 0
 
 
 def run() -> list[dict[str, Any]]:
@@ -99,7 +91,7 @@ def run() -> list[dict[str, Any]]:
         for name, way in WAYS.items():
             results = [read(runtime, one, order(_N_PIECES.value), way) for one in studies]
             exact = exact or [logits for *_, logits in results]
-            kls = [divergence(a, b) for a, (*_, b) in zip(exact, results, strict=True)]
+            kls = [divergence.mean_kl(a, b) for a, (*_, b) in zip(exact, results, strict=True)]
             n, seconds = ([float(x[i]) for x in results] for i in (0, 1))
             figures = {"computed": np.mean(n), "seconds": np.mean(seconds), "kl": np.mean(kls)}
             rounded = {k: float(f"{v:.3g}") for k, v in figures.items()}
@@ -178,30 +170,19 @@ Way = Callable[[Runtime, Study, list[int]], tuple[float, jax.Array]]
 WAYS: Mapping[str, Way] = {"full": full, "prefix": prefix, "moved": moved, "blended": blended}
 
 
-def divergence(exact: np.ndarray, found: np.ndarray) -> float:
-    """Mean KL of two lists of logits."""
-    return float(measure.kl(measure.log_probs(exact), measure.log_probs(found)).mean())
-
-
 def plot(found: list[dict[str, Any]], path: str) -> None:
     """Divergence over tokens computed: a colour a way, a marker an edit."""
-    import matplotlib  # pyright: ignore[reportMissingImports]
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt  # pyright: ignore[reportMissingImports]
-
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    for n_way, way in enumerate(WAYS):
-        for marker, edit in zip("os^D", EDITS, strict=True):
-            rows = [x for x in found if x["way"] == way and x["edit"] == edit]
-            label = edit if n_way == 0 else None
-            at = [x["computed"] for x in rows], [x["kl"] for x in rows]
-            axes.plot(*at, marker, color=f"C{n_way}", label=label)
-        axes.plot([], [], "-", color=f"C{n_way}", label=way)
-    axes.set(xlabel="tokens computed", ylabel="KL from full, nats")
-    axes.set_yscale("symlog", linthresh=1e-3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
+    with plots.panels(path, figsize=(6, 4), layout="constrained") as (_, ((axes,),)):
+        for n_way, way in enumerate(WAYS):
+            for marker, edit in zip("os^D", EDITS, strict=True):
+                lines = [x for x in found if x["way"] == way and x["edit"] == edit]
+                at = [x["computed"] for x in lines], [x["kl"] for x in lines]
+                label = edit if n_way == 0 else None
+                axes.plot(*at, marker, color=f"C{n_way}", label=label)
+            axes.plot([], [], "-", color=f"C{n_way}", label=way)
+        axes.set(xlabel="tokens computed", ylabel="KL from full, nats")
+        axes.set_yscale("symlog", linthresh=1e-3)
+        axes.legend()
 
 
 def _prompt(one: Study, order: list[int]) -> Ids:
@@ -236,4 +217,4 @@ def _planned(
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

@@ -14,14 +14,15 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt import CacheConfig, Runtime
 from kvrt.attention.scored.spec import slots_of
 from kvrt.files import kinds
 from kvrt.policies.scored import Observed, ScoredPolicy, Seen
 from kvrt_models.load import load
-from scripts._lib import texts
+from scripts._lib import commands
+from scripts.experiments import texts
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known name, file or folder.")
 _TEXT = flags.DEFINE_string("text", "docs/concepts.md", "A file to look at.")
@@ -64,9 +65,7 @@ def far_shares(runtime: Runtime, text: Sequence[int]) -> dict[int, np.ndarray]:
     return out
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     model = load(_MODEL.value)
     tokens = model.tokenizer.encode(pathlib.Path(_TEXT.value).read_text())
     pieces = texts.in_pieces(tokens, _SIZE.value)[: _N_PIECES.value]
@@ -87,4 +86,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

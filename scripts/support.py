@@ -10,8 +10,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from absl import app
-
+from scripts._lib import commands
 from tests.matrix import covering
 from tests.matrix.axes import AXES, DEBTS, MEANING, REFUSED, RULES, Cell, Rule
 from tests.matrix.drafted import DRAFTED, NOT_DRAFTED
@@ -40,9 +39,7 @@ A rule in parentheses forbids the pair together with values of a third axis.
 """
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     PAGE.write_text(page())
     print(f"wrote {PAGE.name}: {len(covering.pairs())} cells, {len(RULES)} rules")
 
@@ -161,4 +158,4 @@ def _rules(title: str, rules: Sequence[Rule]) -> str:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

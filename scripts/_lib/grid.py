@@ -1,18 +1,19 @@
-"""Flags that the benchmarks of random weights share, and the cases that they ask for."""
+"""Flags that the benches of random weights share, and the cases that they ask for."""
 
+import itertools
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, get_args
 
-import jax
 from absl import app, flags
 
-from kvrt.attention.registry import require
+from kvrt.attention.pallas import tiles
 from kvrt.cli.process.startup import available_bytes
 from kvrt.config import Implementation, RopeMode
 from kvrt.errors import NoKernel
 from kvrt.kv_types import FLOAT_DTYPES, FloatType, KVDtype
 from kvrt_models.weights.types import WeightType
-from scripts._lib import measure, shapes
+from scripts._lib import commands, implementations, measure, shapes
 from scripts._lib.cases import Case
 
 # The whole score matrix at once is for tests: timed where asked for.
@@ -24,6 +25,7 @@ _SHAPE = flags.DEFINE_enum("shape", "smollm2-135m", sorted(shapes.SHAPES), "Mode
 _LAYERS = flags.DEFINE_integer("layers", None, "Only its first layers.", lower_bound=1)
 _BATCH = flags.DEFINE_list("batch", ["1"], "Sequences of a step.")
 _CONTEXT = flags.DEFINE_list("context", ["1024"], "Tokens of each sequence in the cache.")
+_N_NEW = flags.DEFINE_list("n_new", ["1"], "Tokens of each sequence in a step.")
 _TYPE_K = flags.DEFINE_enum("type_k", "f32", get_args(KVDtype), "KV dtype of keys.")
 _TYPE_V = flags.DEFINE_enum("type_v", "f32", get_args(KVDtype), "KV dtype of values.")
 _ROPE = flags.DEFINE_enum("rope", "write", get_args(RopeMode), "When keys are rotated.")
@@ -33,7 +35,9 @@ _ATTENTION = flags.DEFINE_list(
 _DTYPE = flags.DEFINE_enum("dtype", "f32", get_args(WeightType), "Type of the matrices.")
 _BLOCK_SIZE = flags.DEFINE_integer("block_size", 256, "Cells of a block.", lower_bound=1)
 _RUNS = flags.DEFINE_integer("runs", 31, "Samples of each figure.", lower_bound=1)
-_PLOT = flags.DEFINE_string("plot", None, "Also draw bytes a second by context, into this file.")
+_TILES = flags.DEFINE_string("tiles", None, "A table of tile sizes in force, beside kvrt's own.")
+_INTERPRET = flags.DEFINE_bool("interpret", False, "Kernels of every platform, interpreted.")
+_WITHOUT = flags.DEFINE_list("without", [], "Sides that are left out.")
 
 
 def n_runs() -> int:
@@ -51,27 +55,48 @@ def check(what: flags.FlagHolder[list[str]], kinds: Sequence[str]) -> None:
     Raises:
       app.UsageError: not a number, a name that does not exist, too many layers.
     """
-    for flag in (_BATCH, _CONTEXT):
-        if not all(x.isdecimal() for x in flag.value):
-            raise app.UsageError(f"--{flag.name}={flag.value}; whole numbers wanted")
-    if "0" in _BATCH.value:
-        raise app.UsageError("--batch=0; at least one sequence wanted")
-    strange = sorted(set(what.value) - set(kinds))
-    if strange or not what.value:
-        named = ",".join(strange) or "nothing"
-        raise app.UsageError(f"--what={named}; of {', '.join(kinds)}")
-    unknown = sorted(set(_ATTENTION.value) - set(get_args(Implementation)))
-    if unknown:
-        known = ", ".join(get_args(Implementation))
-        raise app.UsageError(f"--attention={','.join(unknown)}; one of {known}")
+    commands.check_names(what, kinds)
+    check_sizes()
+
+
+def check_sizes() -> None:
+    """Refuses values of the shared flags.
+
+    Raises:
+      app.UsageError: as of `check`.
+    """
+    for flag, least in ((_BATCH, 1), (_CONTEXT, 0), (_N_NEW, 1)):
+        if not all(x.isdecimal() and int(x) >= least for x in flag.value):
+            named = ",".join(flag.value)
+            raise app.UsageError(f"--{flag.name}={named}; whole numbers from {least} on wanted")
+    commands.check_names(_ATTENTION, get_args(Implementation))
     try:
         shapes.shape(_SHAPE.value, _LAYERS.value)
     except ValueError as error:
         raise app.UsageError(f"--layers: {error}") from error
 
 
-def cases(n_new: int = 1) -> Iterator[Case]:
-    """All cases that the flags ask for, n_new tokens of each sequence in a step."""
+def names() -> list[str]:
+    """Implementations that are asked for, whether they run here or not."""
+    if _INTERPRET.value and not _ATTENTION.value:
+        return implementations.running(interpret=True)
+    return _ATTENTION.value or _TIMED
+
+
+def table() -> tiles.Table | None:
+    """Tile sizes in force; None are those that kvrt comes with."""
+    if _TILES.value is None:
+        return None
+    return {**tiles.packaged_table(), **tiles.parse_table(Path(_TILES.value).read_text())}
+
+
+def in_force(name: str, table: tiles.Table | None) -> str:
+    """A name of the implementation with tile sizes of a table in force."""
+    return implementations.with_options(name, table, interpret=_INTERPRET.value)
+
+
+def cases() -> Iterator[list[Case]]:
+    """What the flags ask for: cases that differ by their implementation alone, size after size."""
     # Flags know no literal types.
     same: dict[str, Any] = {
         "spec": shapes.shape(_SHAPE.value, _LAYERS.value),
@@ -80,29 +105,42 @@ def cases(n_new: int = 1) -> Iterator[Case]:
         "type_v": _TYPE_V.value,
         "rope": _ROPE.value,
         "block_size": _BLOCK_SIZE.value,
-        "n_new": n_new,
     }
-    attention: Any
-    for attention in _ATTENTION.value or _TIMED:
-        for n_batch in map(int, _BATCH.value):
-            for context in map(int, _CONTEXT.value):
-                yield Case(attention=attention, n_batch=n_batch, context=context, **same)
+    force: Any = table()
+    sizes = itertools.product(*(map(int, x.value) for x in (_N_NEW, _BATCH, _CONTEXT)))
+    for n_new, n_batch, context in sizes:
+        size = {"n_new": n_new, "n_batch": n_batch, "context": context}
+        found: list[Case] = []
+        for name in names():
+            attention: Any = name
+            if implementations.refusal(name, interpret=_INTERPRET.value) is None:
+                attention = in_force(name, force)
+            found.append(Case(attention=attention, **size, **same))
+        yield found
 
 
 def named(case: Case) -> dict[str, object]:
     """What a line of results says of a case."""
     whole = shapes.shape(_SHAPE.value).n_layers
     note = {} if case.spec.n_layers == whole else {"note": f"a slice of {whole} layers"}
-    return {"shape": _SHAPE.value, **case.figures, **note}
+    plain = {"attention": implementations.plain_name(case.attention)}
+    return {"shape": _SHAPE.value, **case.figures, **plain, **note}
 
 
-def no_kernel(case: Case) -> str | None:
-    """Why this device cannot run a case's attention, None where it can."""
-    try:
-        require(case.attention, jax.default_backend())
-    except NoKernel as error:
-        return str(error)
-    return None
+def wanted(side: str) -> bool:
+    """Whether a side is not left out."""
+    return side not in _WITHOUT.value
+
+
+def check_kernel(case: Case) -> None:
+    """Refuses a case whose attention this device cannot run.
+
+    Raises:
+      NoKernel: it cannot.
+    """
+    lacking = implementations.refusal(case.attention)
+    if lacking:
+        raise NoKernel(lacking)
 
 
 def no_room(n_bytes: int) -> str | None:
@@ -117,34 +155,3 @@ def peer_dtype(case: Case, usual: FloatType) -> str:
     """The type of a peer's cache: ours, or its usual one where ours is quantized."""
     names: dict[str, str] = {**FLOAT_DTYPES}
     return names[case.type_k if case.type_k in names else usual]
-
-
-def plot(lines: list[dict]) -> None:
-    """Draws the rates of measured lines by context, beside that of a copy, where it was asked."""
-    drawn = [x for x in lines if "gb_s" in x]
-    if not _PLOT.value or not drawn:
-        return
-    import matplotlib  # pyright: ignore[reportMissingImports]
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt  # pyright: ignore[reportMissingImports]
-
-    figure, axes = plt.subplots(figsize=(7, 4.5))
-    sides: dict[str, list[dict]] = {}
-    for line in drawn:
-        side = f"{line['bench']} {line['side']}, batch {line['batch']}"
-        sides.setdefault(side, []).append(line)
-    for side, found in sides.items():
-        found.sort(key=lambda line: line["context"])
-        axes.plot(
-            [line["context"] for line in found],
-            [line["gb_s"] for line in found],
-            marker="o",
-            label=side,
-        )
-    axes.axhline(measure.copy_gb_s(), color="black", linestyle="--", label="copy")
-    axes.set(xscale="log", xlabel="tokens of context", ylabel="GB/s", title=_SHAPE.value)
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(_PLOT.value, dpi=120)

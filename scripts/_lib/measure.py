@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,52 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import backend
+from rich.table import Table
 
 from kvrt import Runtime
+
+# Results so far, which `tables` shows at the end of a script.
+emitted: list[dict[str, Any]] = []
 
 
 def emit(name: str, **figures: Any) -> dict[str, Any]:
     """Prints one result with the device, the versions and the commit it belongs to; gives it."""
-    print(json.dumps({"bench": name, **figures, **where()}), flush=True)
-    return {"bench": name, **figures}
+    emitted.append({"bench": name, **figures})
+    print(json.dumps(emitted[-1] | where()), flush=True)
+    return emitted[-1]
+
+
+def tables(
+    lines: Sequence[Mapping[str, Any]], columns: Sequence[str] = (), **style: Any
+) -> Iterator[Table]:
+    """A table of each bench; what all its lines say alike stands above it.
+
+    Args:
+      lines: results.
+      columns: fields that are shown, in this order; all where none is named.
+      style: of the tables.
+    """
+    for bench in dict.fromkeys(line["bench"] for line in lines):
+        mine = [line for line in lines if line["bench"] == bench]
+        fields = columns or [x for x in dict.fromkeys(k for of in mine for k in of) if x != "bench"]
+        texts = {x: [_text(line.get(x)) for line in mine] for x in fields}
+        same = {x: of[0] for x, of in texts.items() if len(mine) > 1 and len({*of}) == 1}
+        shown = [x for x in fields if x not in same and any(texts[x])]
+        about = ", ".join(f"{x} {text}" for x, text in same.items() if text)
+        table = Table(*shown, title=f"{bench}: {about}" if about else bench, **style)
+        for row in zip(*(texts[x] for x in shown), strict=True):
+            table.add_row(*row)
+        yield table
+
+
+def _text(value: Any) -> str:
+    """A figure to be read: of quartiles the median, and the others behind it."""
+    if value is None:
+        return ""
+    if isinstance(value, list) and len(value) == 3 and not isinstance(value[0], str | list):
+        low, median, high = value
+        return f"{median} ({low} to {high})"
+    return f"{value:,}" if type(value) is int else str(value)
 
 
 def quartiles(samples: Sequence[float], *, scale: float = 1e3, digits: int = 2) -> list[float]:
@@ -149,15 +187,3 @@ def _commit() -> str:
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
-
-
-def log_probs(logits: np.ndarray) -> np.ndarray:
-    """Logarithms of probabilities [n, V], in float64."""
-    wide = logits.astype(np.float64)
-    wide -= wide.max(axis=1, keepdims=True)
-    return wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
-
-
-def kl(exact: np.ndarray, found: np.ndarray) -> np.ndarray:
-    """KL divergence of each row [n] of one list of log probabilities [n, V] from another's."""
-    return (np.exp(exact) * (exact - found)).sum(axis=1)

@@ -8,12 +8,11 @@ is read, and one whose last tokens differ is read again from the nearest checkpo
 """
 
 import time
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt import CacheConfig, Runtime
 from kvrt.reuse.plan import operations, plan_reuse
@@ -22,7 +21,7 @@ from kvrt_models.decoder import Decoder
 from kvrt_models.layers.ssm import SsmSpec
 from kvrt_models.spec import Layers
 from kvrt_models.weights.shapes import weight_shapes
-from scripts._lib import measure
+from scripts._lib import commands, measure
 
 _N_TOKENS = flags.DEFINE_integer("n_tokens", 8000, "Tokens of the prompt.", lower_bound=512)
 _N_KEPT = flags.DEFINE_integer("n_checkpoints", 32, "Checkpoints of it.", lower_bound=2)
@@ -67,9 +66,7 @@ def hybrid() -> Decoder:
     return Decoder(of, weights)
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     n = _N_TOKENS.value
     interval = -(-n // _N_KEPT.value)
     model = hybrid()
@@ -125,4 +122,4 @@ def write(at: Runtime, token: int) -> float:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

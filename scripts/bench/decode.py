@@ -1,81 +1,60 @@
-"""Decode: whole steps and attention alone of known shapes, and the default model beside its peer.
+"""Decode and prefill in known shapes with random weights: whole steps, and attention alone.
 
-    python -m scripts.bench.decode --what step,attention
+    python -m scripts.bench.decode
     python -m scripts.bench.decode --what step,loop,attention --shape llama-3.1-8b --dtype bf16 \
         --type_k bf16 --type_v bf16 --batch 1,8,64 --context 1024,8192,32768,131072
+    python -m scripts.bench.decode --n_new 512,2048 --context 0,8192
     python -m scripts.bench.decode --what beside --context 200 --attention chunked
     python -m scripts.bench.decode --what types --types bf16,int8 --context 8192 --attention chunked
 
-Weights and cached keys and values are random. What is measured (--what): "step", one token of each
-sequence; "beside", that step and, in interleaved runs, its products with weights alone, and what is
-left of the step without them; "loop", many steps in one program; "types", steps over caches of
-several --types, in interleaved runs, beside the first type's; "attention", attention alone beside
-`jax.nn.dot_product_attention` and, on a GPU with PyTorch, its compiled attention, both over static
-caches; "model", the default model beside llama.cpp (`_lib/real_model.py`; --peer, --long, --bf16,
---threads and --rounds are for it alone, and it is fetched). Bytes are those of the weights and of
-the cached keys and values that a step must read, beside a copy measured in the same run. A case
-that cannot fit is reported and not tried. Nothing of a shape is fetched, so this runs where no
-network is, but for "model".
+What is measured (--what), a line a side, sides interleaved:
+
+    step       --n_new tokens of each sequence, by each of kvrt's implementations of attention
+    attention  attention alone, by these and by peers over caches of their own: `jax.nn` and, with
+               --peers all, PyTorch and FlashInfer, in a process of their own
+    loop       many steps of a token in one program
+    beside     a step, its products with weights alone, and what is left of it without them
+    types      steps over caches of several --types, and times by the first type's
+
+Weights and cached keys and values are random. Bytes are those of the weights and of the cached keys
+and values that a step must read, beside a copy measured in the same run; a prompt's work is beside
+a product of large matrices. A side that cannot run or fit says so. Nothing is fetched.
 """
 
-from collections.abc import Sequence
+import itertools
 from typing import Any, get_args
 
-from absl import app, flags
+from absl import flags
 
-from kvrt.errors import FetchError
 from kvrt.kv_types import KVDtype
-from scripts._lib import attention_alone, grid, measure, real_model, whole_steps
+from scripts._lib import attention_alone, commands, grid, measure, whole_steps
 
-_KINDS = ["step", "beside", "loop", "types", "attention", "model"]
-_WHAT = flags.DEFINE_list("what", ["step", "attention", "model"], f"Of {', '.join(_KINDS)}.")
+_KINDS = ["attention", "step", "loop", "beside", "types"]
+_WHAT = flags.DEFINE_list("what", ["attention", "step"], f"Of {', '.join(_KINDS)}.")
 _TYPES = flags.DEFINE_list(
     "types", ["bf16", "int8"], f"types: of {', '.join(get_args(KVDtype))}; keys and values alike."
 )
-_PEER = flags.DEFINE_bool("peer", True, "model: also time llama.cpp.")
-_LONG = flags.DEFINE_bool("long", True, "model: also time long contexts and large caches.")
-_BF16 = flags.DEFINE_bool("bf16", True, "model: also time bf16 weights.")
-_N_THREADS = flags.DEFINE_integer("threads", 2, "model: llama.cpp's threads.", lower_bound=1)
-_N_ROUNDS = flags.DEFINE_integer("rounds", 5, "model: runs of each side.", lower_bound=1)
+_PEERS = flags.DEFINE_enum("peers", "all", ["none", "quick", "all"], "Who is timed beside kvrt.")
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     grid.check(_WHAT, _KINDS)
-    strange = sorted(set(_TYPES.value) - set(get_args(KVDtype)))
-    if strange:
-        known = ", ".join(get_args(KVDtype))
-        raise app.UsageError(f"--types={','.join(strange)}; of {known}")
-    asked, found, weights = list(grid.cases()), [], whole_steps.Weights()
-    if "attention" in _WHAT.value:
-        found += [measure.emit("decode attention", **line) for line in attention_alone.lines(asked)]
-    for what in ("step", "loop"):
-        if what in _WHAT.value:
-            lines = (whole_steps.run(case, weights, what) for case in asked)
-            found += [measure.emit(f"decode {what}", **line) for line in lines]
-    if "beside" in _WHAT.value:
-        lines = (whole_steps.beside_products(case, weights) for case in asked)
-        found += [measure.emit("decode beside products", **line) for line in lines]
-    if "types" in _WHAT.value:
-        types: Any = _TYPES.value  # flags know no literal types
-        lines = (line for case in asked for line in whole_steps.in_turn(case, weights, types))
-        found += [measure.emit("decode types", **line) for line in lines]
-    grid.plot(found)
-    if "model" in _WHAT.value:
-        try:
-            real_model.run(
-                real_model.Compared(
-                    peer=_PEER.value,
-                    long=_LONG.value,
-                    bf16=_BF16.value,
-                    n_threads=_N_THREADS.value,
-                    n_rounds=_N_ROUNDS.value,
-                )
-            )
-        except FetchError as error:
-            measure.emit("decode", skipped=str(error))
+    commands.check_names(_TYPES, get_args(KVDtype))
+    asked, peers = list(grid.cases()), _PEERS.value
+    types: Any = _TYPES.value  # flags know no literal types
+    kinds = {
+        "attention": lambda: attention_alone.lines(asked, peers),
+        "step": lambda: whole_steps.lines(asked, "step", peers),
+        "loop": lambda: whole_steps.lines(asked, "loop", peers),
+        "beside": lambda: itertools.chain(*map(whole_steps.beside_products, asked)),
+        "types": lambda: itertools.chain(*(whole_steps.by_type(of, types) for of in asked)),
+    }
+    for what in _WHAT.value:
+        for line in kinds[what]():
+            part = "decode" if line["n_new"] == 1 else "prefill"
+            name = "beside products" if what == "beside" else what
+            measure.emit(f"{part} {name}", **line)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 from flax import nnx
 
 from kvrt import CacheConfig, Decoder, Engine, GroupSpec, Request, RopeSpec, Rules
@@ -23,7 +23,7 @@ from kvrt.policies import AttentionSinks, ContextShift, Policy
 from kvrt.program.batch import Batch
 from kvrt.program.sample import Sampler
 from kvrt.serving.config import EngineConfig, Mode
-from scripts._lib import measure, shapes
+from scripts._lib import commands, measure, rounds, shapes
 
 # Comparable with earlier figures; the default is half precision.
 _config = functools.partial(CacheConfig, type_k="f32", type_v="f32")
@@ -45,12 +45,8 @@ def _decoder() -> Decoder:
     return shapes.decoder(_MODEL.value)
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    strange = sorted(set(_WHAT.value) - set(_KINDS))
-    if strange:
-        raise app.UsageError(f"--what={','.join(strange)}; of {', '.join(_KINDS)}")
+def main() -> None:
+    commands.check_names(_WHAT, _KINDS)
     for what in _WHAT.value:
         _RUN[what]()
 
@@ -106,27 +102,25 @@ class StepClock:
 def throughput() -> None:
     """16 requests at once, in blocks with and without a prefix cache and in cells; and singly."""
     sides = _sides(_decoder())
-    strange = sorted(set(_SIDES.value) - set(sides))
-    if strange:
-        raise app.UsageError(f"--sides={','.join(strange)}; of {', '.join(sides)}")
+    commands.check_names(_SIDES, sides)
     wanted = {"blocks", *(_SIDES.value or sides)}
     sides = {name: side for name, side in sides.items() if name in wanted}
     for name, side in sides.items():
         for n_prompt in (5, 20, 100, 400):
             tokens = tuple(i % _N_TOKENS for i in range(n_prompt))
             serve(side, [Request(id=name, tokens=tokens, n_predict=2)])
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
     # The share of the time that is not the compiled steps': what a prefix cache can make longer.
     inside = {name: StepClock(side) for name, side in sides.items()}
     shares: dict[str, list[float]] = {name: [] for name in sides}
-    for i in range(_N_ROUNDS.value):
-        asked, order = mixed(_N_SEQ, i), list(sides)
-        # Nobody is always the one after another.
-        for name in order[i % len(order) :] + order[: i % len(order)]:
-            inside[name].seconds = 0.0
-            seconds[name].append(serve(sides[name], asked)["all"])
-            shares[name].append(1 - inside[name].seconds / seconds[name][-1])
-    _emit_throughput(seconds, shares)
+
+    def served(name: str) -> list[float]:
+        inside[name].seconds = 0.0
+        seconds = serve(sides[name], mixed(_N_SEQ, len(shares[name])))["all"]
+        shares[name].append(1 - inside[name].seconds / seconds)
+        return [seconds]
+
+    runs = {name: functools.partial(served, name) for name in sides}
+    _emit_throughput(rounds.interleaved(runs, _N_ROUNDS.value, n_warm=0), shares)
 
 
 def _sides(decoder: Decoder) -> dict[str, Engine]:
@@ -147,23 +141,21 @@ def _sides(decoder: Decoder) -> dict[str, Engine]:
     return sides
 
 
-def _emit_throughput(seconds: dict[str, list[float]], shares: dict[str, list[float]]) -> None:
+def _emit_throughput(times: rounds.Times, shares: dict[str, list[float]]) -> None:
     """Lines of each side, and of its times by those of blocks."""
     n_sampled = [sum(r.n_predict for r in mixed(_N_SEQ, i)) for i in range(_N_ROUNDS.value)]
-    for name, times in seconds.items():
-        rates = [n / s for n, s in zip(n_sampled, times, strict=True)]
+    for name, seconds in times.items():
+        rates = [n / s for n, s in zip(n_sampled, seconds, strict=True)]
         measure.emit(
             "throughput",
             side=name,
             tokens_a_second=measure.quartiles(rates, scale=1),
             host_percent=measure.quartiles(shares[name], scale=100),
         )
-    base = seconds["blocks"]
-    for name in seconds:
-        ratios = [a / b for a, b in zip(seconds[name], base, strict=True)]
-        measure.emit(
-            "throughput ratio", of=name, to="blocks", seconds=measure.quartiles(ratios, scale=1)
-        )
+    for name, seconds in times.items():
+        ratios = [a / b for a, b in zip(seconds, times["blocks"], strict=True)]
+        of = {"of": name, "to": "blocks", "seconds": measure.quartiles(ratios, scale=1)}
+        measure.emit("throughput ratio", **of)
 
 
 def prefix() -> None:
@@ -283,13 +275,11 @@ def ahead() -> None:
     """Whole steps of 256 requests that decode, with and without running ahead, ten each in turn."""
     for mode in ("paged", "cell"):
         sides = {x: _decoding(mode, True, None, run_ahead=x) for x in (True, False)}
-        spent: dict[bool, list[float]] = {x: [] for x in sides}
-        for _ in range(12):
-            for name, engine in sides.items():
-                spent[name] += measure.clock(engine.step, 10)
+        runs = {str(x): rounds.timed(engine.step, 10) for x, engine in sides.items()}
+        times = rounds.interleaved(runs, 12, n_warm=0)
         for name, engine in sides.items():
             figures = {"mode": mode, "run_ahead": name, "n_ahead": engine.stats().n_ahead}
-            measure.emit("whole step", **figures, ms=measure.quartiles(spent[name]))
+            measure.emit("whole step", **figures, ms=times.ms(str(name)))
 
 
 def waste() -> None:
@@ -335,21 +325,21 @@ def policy() -> None:
             # What differs is on the host alone.
             engine.device.programs = sides["none"].device.programs
             engine.step()
-        spent: dict[str, list[float]] = {name: [] for name in sides}
-        for i in range(6 * _N_ROUNDS.value):
-            order = list(sides)
-            for name in order[i % 3 :] + order[: i % 3]:
-                engine = sides[name]
-                spent[name] += measure.clock(engine.step, 11)[1:]
+        runs = {x: functools.partial(_ten_steps, engine) for x, engine in sides.items()}
+        times = rounds.interleaved(runs, 6 * _N_ROUNDS.value, n_warm=0)
         for name, engine in sides.items():
             stats = engine.stats()
             assert len(engine.running) == n and not stats.n_waiting, "a request ended, or waits"
             assert not stats.drops["tokens"] and not stats.n_extend, "something moved already"
             # Ten steps by the ten beside them, for steps get longer with what is cached.
-            by_ten = [np.median(np.reshape(spent[x], (-1, 10)), axis=1) for x in (name, "none")]
+            by_ten = [np.median(np.reshape(times[x], (-1, 10)), axis=1) for x in (name, "none")]
             ratios = measure.quartiles((by_ten[0] / by_ten[1]).tolist(), scale=1, digits=3)
-            figures = {"side": name, "mode": mode, "ms": measure.quartiles(spent[name])}
+            figures = {"side": name, "mode": mode, "ms": times.ms(name)}
             measure.emit("step before a drop", requests=n, **figures, ratio=ratios)
+
+
+def _ten_steps(engine: Engine) -> list[float]:
+    return measure.clock(engine.step, 11)[1:]
 
 
 def _outgrowing(
@@ -399,4 +389,4 @@ _RUN = {
 }
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

@@ -205,6 +205,12 @@ ROWS: Mapping[str, Row] = {
     "prefill-f32": Row(
         prefill, (Gate("f32 against F32", "kvrt:f32/f32", _settings("f32", _BOTH), 2.0),)
     ),
+    "decode-bf16": Row(
+        decode, (Gate("bf16 against BF16", "kvrt:bf16/f32", _settings("bf16"), 0.75),)
+    ),
+    "prefill-bf16": Row(
+        prefill, (Gate("bf16 against BF16", "kvrt:bf16/f32", _settings("bf16", _BOTH), 1.6),)
+    ),
     **{
         f"server-{ours}": Row(
             together,

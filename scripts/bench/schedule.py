@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt.cells.edits import SeqEdit
 from kvrt.paged.pool import BlockPool
@@ -22,7 +22,7 @@ from kvrt.serving import request as requests
 from kvrt.serving.request import Request, SeqState
 from kvrt.serving.scheduling.scheduler import Scheduler
 from kvrt.serving.scheduling.step_plan import Rules
-from scripts._lib import measure
+from scripts._lib import commands, measure
 
 _N_ROWS = flags.DEFINE_integer("rows", 256, "Sequences that decode.", lower_bound=1)
 _N_STEPS = flags.DEFINE_integer("steps", 500, "Steps that are timed.", lower_bound=30)
@@ -96,9 +96,7 @@ class Endless:
         return False
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     for n_waiting, by_prefix in ((0, False), (_N_WAITING.value, False), (_N_WAITING.value, True)):
         plan(n_waiting, by_prefix)
     for n_blocks in (1_000, 100_000, 1_000_000):
@@ -190,4 +188,4 @@ def _clock(work: Callable[[], object]) -> float:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

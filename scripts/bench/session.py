@@ -10,16 +10,15 @@ plain ways in the same run; reading is from the page cache for both.
 import os
 import tempfile
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt import CacheConfig, Runtime, session
-from scripts._lib import measure, shapes
+from scripts._lib import commands, measure, rounds, shapes
 
 _LENGTHS = flags.DEFINE_list("lengths", ["2000", "4000", "8000"], "Tokens of a session.")
 _N_ROUNDS = flags.DEFINE_integer("rounds", 3, "Runs of each side.", lower_bound=1)
@@ -32,9 +31,7 @@ _N_STEPS = 60
 _PIECE = 1 << 24
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     lengths = [int(n) for n in _LENGTHS.value]
     decoder = shapes.decoder(_MODEL.value)
     for kv_dtype in ("f32", "f16"):
@@ -160,28 +157,30 @@ def _written(path: Path, pieces: list[tuple[int, memoryview]]) -> float:
 
 def background(runtime: Runtime, folder: Path) -> None:
     """Decode steps while a session is written again and again, and without."""
-    path, samples = folder / "background.kv", {"alone": [], "saving": []}
-    n = _N_BACKGROUND.value
+    path, n = folder / "background.kv", _N_BACKGROUND.value
     measure.fill(runtime, n)
-    for _ in range(_N_ROUNDS.value):
-        for name, out in samples.items():
-            runtime.seq_rm(0, n - 1)
-            runtime.append([5])
-            path.unlink(missing_ok=True)
-            job = session.start_save(path, runtime.snapshot()) if name == "saving" else None
-            out.append(sum(measure.steps(runtime, _N_STEPS)))
-            if job:
-                job.result()
-    alone, saving = (float(np.median(samples[k])) for k in ("alone", "saving"))
+
+    def steps(saves: bool) -> list[float]:
+        runtime.seq_rm(0, n - 1)
+        runtime.append([5])
+        path.unlink(missing_ok=True)
+        job = session.start_save(path, runtime.snapshot()) if saves else None
+        seconds = sum(measure.steps(runtime, _N_STEPS))
+        if job:
+            job.result()
+        return [seconds / _N_STEPS]
+
+    sides = {"alone": lambda: steps(False), "saving": lambda: steps(True)}
+    times = rounds.interleaved(sides, _N_ROUNDS.value, n_warm=0)
     measure.emit(
         "background save",
         kv_dtype=runtime.config.type_k,
         n_steps=_N_STEPS,
-        alone_ms=round(alone / _N_STEPS * 1e3, 2),
-        saving_ms=round(saving / _N_STEPS * 1e3, 2),
-        slowdown=round(saving / alone, 3),
+        alone_ms=round(times.median("alone") * 1e3, 2),
+        saving_ms=round(times.median("saving") * 1e3, 2),
+        slowdown=times.over("saving", "alone"),
     )
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

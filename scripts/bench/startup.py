@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt_models import hub
-from scripts._lib import measure
+from scripts._lib import commands, measure
 
 _N_STARTS = flags.DEFINE_integer("starts", 5, "Starts after the first.", lower_bound=1)
 _PHASES = flags.DEFINE_boolean("phases", False, "Time the phases of later starts, too.")
@@ -42,9 +42,7 @@ print(xllamacpp.Server(params).handle_completions(request)["choices"][0]["text"]
 """
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     llama = (_LLAMA, str(hub.resolve("smollm2-135m")), str(os.cpu_count()), _PROMPT)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "models").symlink_to(hub.cache_dir() / "models")
@@ -97,4 +95,4 @@ def phases(environment: dict[str, str]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

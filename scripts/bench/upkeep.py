@@ -12,12 +12,12 @@ By default the shape is SmolLM2's with 4,096 cells.
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, get_args
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt import CacheConfig, GroupSpec, MaskSpec, cells
 from kvrt.cellcache import contents
@@ -33,7 +33,7 @@ from kvrt.sizes import extent, store_spec
 from kvrt.store import kv as kv_store
 from kvrt.upkeep import shift
 from kvrt.upkeep.defrag import plan_defrag
-from scripts._lib import cases, measure, shapes
+from scripts._lib import cases, commands, measure, shapes
 
 _KINDS = ["k_shift", "defrag", "host"]
 _WHAT = flags.DEFINE_list("what", _KINDS, f"Of {', '.join(_KINDS)}.")
@@ -49,12 +49,8 @@ _FULL = GroupSpec(layers=(0,), n_kv_heads=3, head_dim=64, rope=None)
 _WINDOW = dataclasses.replace(_FULL, layers=(1,), mask=MaskSpec(kind="window", size=512))
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    strange = sorted(set(_WHAT.value) - set(_KINDS))
-    if strange:
-        raise app.UsageError(f"--what={','.join(strange)}; of {', '.join(_KINDS)}")
+def main() -> None:
+    commands.check_names(_WHAT, _KINDS)
     n = _N_CTX.value
     if "k_shift" in _WHAT.value:
         for n_ctx, n_moved in ((n, n), (4 * n, n), (4 * n, 256)):
@@ -234,4 +230,4 @@ def _step(host: HostCells, first: int, n: int) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

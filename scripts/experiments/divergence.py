@@ -1,4 +1,4 @@
-"""How far a cheaper model or cache is from the f32 original, over pieces of plays."""
+"""How far a cheaper model, cache or reading is from the f32 original, over pieces of plays."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 
 from kvrt import Runtime
-from scripts._lib import texts
-from scripts._lib.measure import kl, log_probs
-from scripts.experiments.kinds import N_UNSCORED
+from scripts.experiments import texts
 
-# Tokens of a play that are read, of which the first are not scored; CHUNK of them come in at once.
-FIRST, N_TOKENS, CHUNK = 3000, 1024, 64
+# Tokens of a play that are left out: title, persons, the first scenes. Of those that are read the
+# first are not scored; so many come in at once at most.
+FIRST, N_TOKENS, N_UNSCORED = 3000, 1024, 512
+# Tokens that come in at once where nothing else is said.
+CHUNK = 64
 
 Logits = np.ndarray
 
@@ -32,9 +33,26 @@ class Quality:
     top1: float
 
 
-def pieces(tokenizer: Any, name: str) -> list[int]:
+def log_probs(logits: Logits) -> np.ndarray:
+    """Logarithms of probabilities [n, V], in float64."""
+    wide = logits.astype(np.float64)
+    wide -= wide.max(axis=1, keepdims=True)
+    return wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
+
+
+def kl(exact: np.ndarray, found: np.ndarray) -> np.ndarray:
+    """KL divergence of each row [n] of one list of log probabilities [n, V] from another's."""
+    return (np.exp(exact) * (exact - found)).sum(axis=1)
+
+
+def mean_kl(exact: Logits, found: Logits) -> float:
+    """Mean KL of two lists of logits."""
+    return float(kl(log_probs(exact), log_probs(found)).mean())
+
+
+def pieces(tokenizer: Any, name: str, n: int = N_TOKENS) -> list[int]:
     """Tokens of a play that are read."""
-    return tokenizer.encode(texts.play(name))[FIRST : FIRST + N_TOKENS]
+    return tokenizer.encode(texts.play(name))[FIRST : FIRST + n]
 
 
 def logits_of(runtime: Runtime, tokens: Sequence[int], n_first: int = 0) -> Logits:

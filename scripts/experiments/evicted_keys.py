@@ -7,20 +7,19 @@ keys, when they were written and after the tokens. A runtime with a policy never
 quarter of the window at once unless keys are f32; here the drops are made by hand.
 """
 
-from collections.abc import Sequence
 from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 from flax import nnx
 
 from kvrt import Attend, CacheConfig, GroupSpec, RopeSpec, Runtime
 from kvrt.kv_types import CODECS, FLOAT_DTYPES, KVDtype
 from kvrt.store import kv as kv_store
 from kvrt.store import rope
-from scripts._lib import measure
+from scripts._lib import commands, measure
 
 _KINDS = [*FLOAT_DTYPES, *CODECS]
 _TYPES = flags.DEFINE_multi_enum("type", _KINDS, _KINDS, "Of keys; repeat it.")
@@ -48,9 +47,7 @@ class KeyTable(nnx.Module):
         return jnp.tile(out, (1, N_VOCAB // out.shape[1]))
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     n = N_SINK + _N_WINDOW.value
     tokens = np.random.default_rng(0).integers(0, N_VOCAB, n + _N_TOKENS.value).tolist()
     model = KeyTable()
@@ -86,4 +83,4 @@ def error(runtime: Runtime, model: KeyTable) -> float:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

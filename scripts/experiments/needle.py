@@ -13,7 +13,7 @@ import numpy as np
 
 from kvrt import Runtime
 from kvrt.errors import UsageError
-from scripts._lib.measure import log_probs
+from scripts.experiments.divergence import log_probs
 
 HEAD = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. "

@@ -1,27 +1,24 @@
 """A needle grid: which pass keys each way of reading finds, over length and depth.
 
-Run it with `python -m scripts.experiments.passkey --out passkey.jsonl --plot passkey.png`. One JSON
+Run it with `python -m scripts.experiments.passkey --plot passkey.png`. One JSON
 line a cell of the grid: a mode, a length in tokens, a depth; the modes are those of `modes.py`.
 Generation is greedy, and a key counts as found if it is the first number of the answer.
 """
 
-import contextlib
 import itertools
-import json
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt import Runtime
-from kvrt.errors import KvrtError, UsageError
+from kvrt.errors import UsageError
 from kvrt_models.load import Model, load
 from kvrt_models.weights.types import WeightType
-from scripts._lib import bars, texts
-from scripts.experiments import modes, needle
+from scripts._lib import commands, measure
+from scripts.experiments import modes, needle, plots, texts
 
 _MODEL = flags.DEFINE_string("model", "gemma3-270m", "Known name, file or folder.")
 _DTYPE = flags.DEFINE_enum("dtype", "f32", get_args(WeightType), "Type of the matrices.")
@@ -35,7 +32,6 @@ _GA_W = flags.DEFINE_integer("ga_w", 512, "SelfExtend's window.", lower_bound=1)
 _FILLER = flags.DEFINE_enum("filler", "repeated", ["repeated", *texts.PLAYS], "What hides them.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the keys.")
 _TRIALS = flags.DEFINE_integer("trials", 1, "Keys a cell.", lower_bound=1)
-_OUT = flags.DEFINE_string("out", None, "Append the lines to this file, not standard output.")
 _PLOT = flags.DEFINE_string("plot", None, "Draw the grid into this file (extra [viz]).")
 
 N_ANSWER = 12  # a space, five digits, and what follows
@@ -45,27 +41,14 @@ Told = dict[str, Any]
 Grid = dict[tuple[int, float], list[needle.Needle]]
 
 
-def main(argv: Sequence[str]) -> int:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    unknown = set(_WANTED.value) - set(POSSIBLE)
-    if unknown:
-        raise app.UsageError(f"--modes {', '.join(sorted(unknown))}: one of {', '.join(POSSIBLE)}")
-    try:
-        run()
-    except KvrtError as error:
-        print(f"passkey: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
-def run() -> None:
+def main() -> None:
     """All modes over one grid.
 
     Raises:
       BadConfig: a mode that the model's layers cannot do; nothing was run.
       UsageError: a flag that cannot be used.
     """
+    commands.check_names(_WANTED, POSSIBLE)
     lengths = [int(x) for x in numbers("lengths", _LENGTHS.value, most=1e6)]
     depths = numbers("depths", _DEPTHS.value, most=1)
     dtype: Any = _DTYPE.value  # flags know no literal types
@@ -82,13 +65,12 @@ def run() -> None:
         modes.runtime_of(mode, model.decoder, sizes)
     lines: list[Told] = []
     n_all = sum(len(n.tokens) for cell in grid.values() for n in cell) * len(_WANTED.value)
-    with bars.bar("tokens", n_all) as done, output() as emit:
+    with commands.bar("tokens", n_all) as done:
         for mode in _WANTED.value:
             runtime = modes.runtime_of(mode, model.decoder, sizes)
             for (length, depth), cell in grid.items():
                 line = described(mode, length, depth) | asked(runtime, model, cell, done)
-                emit(line)
-                lines.append(line)
+                lines.append(measure.emit("passkey", **line))
     if _PLOT.value:
         plot(lines, _PLOT.value)
 
@@ -159,45 +141,23 @@ def described(mode: str, length: int, depth: float) -> Told:
     return told
 
 
-@contextlib.contextmanager
-def output() -> Iterator[Callable[[Told], None]]:
-    """Where lines go, each as soon as it is there.
-
-    Raises:
-      UsageError: --out cannot be written.
-    """
-    with contextlib.ExitStack() as stack:
-        try:
-            file = stack.enter_context(open(_OUT.value, "a")) if _OUT.value else sys.stdout
-        except OSError as error:
-            raise UsageError(f"--out {_OUT.value}: {error.strerror}; name another file") from error
-        yield lambda line: print(json.dumps(line), file=file, flush=True)
-
-
 def plot(lines: Sequence[Told], path: str) -> None:
     """A heat map a mode: lengths across, depths down, the share of keys that was found."""
-    import matplotlib  # pyright: ignore[reportMissingImports]
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
-
     maps = shares(lines)
-    figure, axes = pyplot.subplots(
-        1, len(maps), figsize=(1.2 + 1.9 * len(maps), 3), sharey=True, squeeze=False
-    )
-    for axis, (mode, share) in zip(axes[0], maps.items(), strict=True):
-        lengths = sorted({length for length, _ in share})
-        depths = sorted({depth for _, depth in share})
-        values = [[share.get((length, depth), np.nan) for length in lengths] for depth in depths]
-        axis.imshow(values, vmin=0, vmax=1, cmap="Blues", aspect="auto")
-        axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
-        axis.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
-        axis.set_title(mode)
-        for (row, column), value in np.ndenumerate(np.array(values)):
-            color = "white" if value > 0.5 else "black"
-            axis.text(column, row, f"{value:.2g}", ha="center", va="center", color=color)
-    axes[0][0].set(xlabel="tokens", ylabel="depth of the key")
-    figure.savefig(path, dpi=100, bbox_inches="tight")
+    size = {"figsize": (1.2 + 1.9 * len(maps), 3), "sharey": True}
+    with plots.panels(path, 1, len(maps), **size) as (_, (axes,)):
+        for axis, (mode, share) in zip(axes, maps.items(), strict=True):
+            lengths = sorted({length for length, _ in share})
+            depths = sorted({depth for _, depth in share})
+            values = [[share.get((n, depth), np.nan) for n in lengths] for depth in depths]
+            axis.imshow(values, vmin=0, vmax=1, cmap="Blues", aspect="auto")
+            axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+            axis.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
+            axis.set_title(mode)
+            for (row, column), value in np.ndenumerate(np.array(values)):
+                color = "white" if value > 0.5 else "black"
+                axis.text(column, row, f"{value:.2g}", ha="center", va="center", color=color)
+        axes[0].set(xlabel="tokens", ylabel="depth of the key")
 
 
 def shares(lines: Sequence[Told]) -> dict[str, dict[tuple[int, float], float]]:
@@ -210,4 +170,4 @@ def shares(lines: Sequence[Told]) -> dict[str, dict[tuple[int, float], float]]:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

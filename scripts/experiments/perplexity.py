@@ -9,18 +9,15 @@ with `recompute` as with `sinks` and `window`.
         --n_window 1024 --chunk 64 --segment 2000
 """
 
-import json
-import sys
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
-from kvrt.errors import KvrtError, UsageError
+from kvrt.errors import UsageError
 from kvrt_models.load import load
-from scripts._lib import bars, texts
-from scripts.experiments import modes, reading
+from scripts._lib import commands, measure
+from scripts.experiments import modes, plots, reading, texts
 
 N_UBATCH = 512
 
@@ -42,27 +39,14 @@ _PLOT = flags.DEFINE_string("plot", None, "Draw the figures into this file (extr
 Told = dict[str, Any]
 
 
-def main(argv: Sequence[str]) -> int:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    unknown = set(_WANTED.value) - set(modes.MODES)
-    if unknown:
-        raise app.UsageError(f"--modes {', '.join(sorted(unknown))}: one of {modes.MODES}")
-    try:
-        run()
-    except KvrtError as error:
-        print(f"perplexity: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
-def run() -> None:
+def main() -> None:
     """All modes over one text.
 
     Raises:
       BadConfig: a mode that the model's layers cannot do; nothing was run.
       UsageError: the text is too short.
     """
+    commands.check_names(_WANTED, modes.MODES)
     model = load(_MODEL.value, dtype="f32")
     tokens = model.tokenizer.encode(texts.play(_TEXT.value))[: _N_TOKENS.value]
     if len(tokens) < _N_TOKENS.value:
@@ -80,14 +64,14 @@ def run() -> None:
     for mode in _WANTED.value:
         runtime = modes.runtime_of(mode, model.decoder, sizes)
         afresh = sizes.n_window if mode == "recompute" else None
-        with bars.bar(mode, len(tokens)) as done:
+        with commands.bar(mode, len(tokens)) as done:
             read = reading.read(runtime, tokens, _CHUNK.value, afresh=afresh, done=done)
         stats = runtime.stats()
         told = described(mode) | reading.figures(read, _SEGMENT.value)
         told |= {"n_shift": stats.n_shift, "n_extend": stats.n_extend}
         if len(read.losses) > sizes.n_window:
             told["beyond_window"] = reading.perplexity(read.losses[sizes.n_window :])
-        print(json.dumps(told), flush=True)
+        measure.emit("perplexity", **told)
         results[mode] = told["perplexity"]
     if _PLOT.value:
         plot(results, _SEGMENT.value, _PLOT.value)
@@ -106,19 +90,13 @@ def described(mode: str) -> Told:
 
 def plot(results: dict[str, list[float]], segment: int, path: str) -> None:
     """Lines over positions."""
-    import matplotlib  # pyright: ignore[reportMissingImports]
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    for mode, values in results.items():
-        ends = (np.arange(len(values)) + 1) * segment
-        axes.plot(ends, values, marker="o", label=mode)
-    axes.set(xlabel="tokens", ylabel=f"perplexity of {segment} tokens", yscale="log")
-    axes.legend()
-    figure.savefig(path, dpi=100, bbox_inches="tight")
+    with plots.panels(path, figsize=(8, 4.5)) as (_, ((axes,),)):
+        for mode, values in results.items():
+            ends = (np.arange(len(values)) + 1) * segment
+            axes.plot(ends, values, marker="o", label=mode)
+        axes.set(xlabel="tokens", ylabel=f"perplexity of {segment} tokens", yscale="log")
+        axes.legend()
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

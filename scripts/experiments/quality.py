@@ -1,29 +1,48 @@
-r"""What KV dtypes cost: perplexity, divergence from an f32 cache, agreement, bytes a token.
+r"""What KV dtypes and types of weights cost: perplexity, divergence from f32, agreement.
 
-Run it with `python -m scripts.experiments.quality`. One JSON line a kind, over three plays: tokens
-3,000 to 4,023 of each, of which the first 512 are not scored. Tokens come in --chunk at a time, and
-see each other as they are; all that came before is read from the cache. So a small chunk costs time
-and shows what decoding shows: --chunk 1 reads all but a token's own keys and values as they are
-stored.
-
+    python -m scripts.experiments.quality
     python -m scripts.experiments.quality --kinds q8_0,int4,int4+hadamard --n_texts 1 --chunk 8
+    python -m scripts.experiments.quality --of weights --model gemma3-270m --kinds int8,int8/32
+
+One JSON line a kind, over three plays: tokens 3,000 to 4,023 of each, of which the first 512 are
+not scored. Of the cache (--of cache) a kind is a KV dtype, "+hadamard" transforms what is quantized
+before it is quantized. Tokens come in --chunk at a time, and see each other as they are; all that
+came before is read from the cache. So a small chunk costs time and shows what decoding shows:
+--chunk 1 reads all but a token's own keys and values as they are stored.
+
+Of weights, beside an f32 cache, a kind is a type that a model can be loaded as, or "int8/N":
+weights of eight bits of which at most N share a scale, multiplied in float32. "int8/32" has the
+weights of llama.cpp's Q8_0, which rounds the activations to eight bits as well.
 """
 
 import dataclasses
-import json
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, get_args
 
 import jax
-from absl import app
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+from flax import nnx
 
-from kvrt import CacheConfig, Runtime
+from kvrt import CacheConfig, Decoder, Runtime
 from kvrt.kv_types import KeyDtype, KVDtype
+from kvrt_models.layers import int8
+from kvrt_models.layers.linear import Linear
 from kvrt_models.load import load
-from scripts.experiments import kinds
-from scripts.experiments.divergence import CHUNK, N_TOKENS, compared, logits_of, pieces
+from kvrt_models.weights.types import WeightType
+from scripts._lib import commands, measure
+from scripts.experiments import texts
+from scripts.experiments.divergence import (
+    CHUNK,
+    N_TOKENS,
+    N_UNSCORED,
+    compared,
+    logits_of,
+    pieces,
+)
 
-# Keys and values by name; "+hadamard" transforms what is quantized before it is quantized.
+# Keys and values by name.
 TYPES: dict[str, tuple[KeyDtype, KVDtype]] = {
     **{name: (name, name) for name in get_args(KVDtype)},
     "K8V4": ("q8_0", "int4"),
@@ -31,46 +50,73 @@ TYPES: dict[str, tuple[KeyDtype, KVDtype]] = {
     "kivi4": ("kivi4", "int4"),
     "kivi2": ("kivi2", "int2"),
 }
-KINDS = [*TYPES, *(f"{name}+hadamard" for name in list(TYPES)[3:])]
+# By what is made cheaper.
+KINDS = {
+    "cache": [*TYPES, *(f"{name}+hadamard" for name in list(TYPES)[3:])],
+    "weights": ["bf16", "int8", "int8/96", "int8/64", "int8/32"],
+}
+_CHUNKS = {"cache": CHUNK, "weights": N_UNSCORED}
 
-DEFAULT = kinds.Asked(kinds=KINDS, chunk=CHUNK)
+_OF = flags.DEFINE_enum("of", "cache", list(KINDS), "What is made cheaper.")
+_MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known name, file or folder.")
+_KINDS = flags.DEFINE_list("kinds", [], "Which to measure, beside f32; all if left out.")
+_CHUNK = flags.DEFINE_integer(
+    "chunk", None, f"Tokens that come in at once, a divisor of {N_UNSCORED}.", 1, N_UNSCORED
+)
+_N_TEXTS = flags.DEFINE_integer("n_texts", 3, "Plays.", lower_bound=1, upper_bound=3)
 
 
-def main(argv: Sequence[str]) -> int:
-    asked = kinds.asked(argv, DEFAULT)
-    if unknown := set(asked.kinds) - set(KINDS):
-        raise app.UsageError(f"--kinds {', '.join(sorted(unknown))}: one of {KINDS}")
-    return kinds.ended("quality", run, asked)
-
-
-def run(asked: kinds.Asked) -> None:
-    """All kinds over all texts."""
-    model = load(asked.model, dtype="f32")
-    read = [pieces(model.tokenizer, name) for name in asked.plays]
-    plain = runtime_of(model.decoder, "f32", asked.chunk)
+def main() -> None:
+    kinds, chunk = asked()
+    model = load(_MODEL.value, dtype="f32")
+    read = [pieces(model.tokenizer, name) for name in list(texts.PLAYS)[: _N_TEXTS.value]]
+    plain = runtime_of(model.decoder, "f32", chunk)
     exact = [logits_of(plain, tokens) for tokens in read]
     base = compared(exact, exact, read).perplexity
-    for kind in asked.with_f32:
-        runtime = plain if kind == "f32" else runtime_of(model.decoder, kind, asked.chunk)
+    cheaper: Callable[[str], Runtime] = {
+        "cache": lambda kind: runtime_of(model.decoder, kind, chunk),
+        "weights": lambda kind: with_weights(plain, model.decoder, kind),
+    }[_OF.value]
+    for kind in kinds:
+        runtime = plain if kind == "f32" else cheaper(kind)
         found = exact if kind == "f32" else [logits_of(runtime, tokens) for tokens in read]
-        quality = compared(exact, found, read)
-        told: dict[str, Any] = {"model": asked.model, "kind": kind, "n_texts": len(read)}
-        told["chunk"] = asked.chunk
-        told |= dataclasses.asdict(quality)
-        told |= {"change": quality.perplexity / base - 1, "bytes_a_token": bytes_a_token(runtime)}
-        print(json.dumps(told), flush=True)
+        cost = compared(exact, found, read)
+        figures = {**dataclasses.asdict(cost), "change": cost.perplexity / base - 1}
+        if _OF.value == "cache":
+            figures["bytes_a_token"] = bytes_a_token(runtime)
+        sizes = {"model": _MODEL.value, "kind": kind, "n_texts": len(read), "chunk": chunk}
+        measure.emit(f"quality of {_OF.value}", **sizes, **figures)
 
 
-def runtime_of(decoder: Any, kind: str, chunk: int = CHUNK) -> Runtime:
+def asked() -> tuple[list[str], int]:
+    """Kinds, each once and f32 first, and tokens that come in at once.
+
+    Raises:
+      UsageError: an unknown kind, or a chunk that does not divide what is not scored.
+    """
+    kinds = _KINDS.value or KINDS[_OF.value]
+    chunk = _CHUNKS[_OF.value] if _CHUNK.value is None else _CHUNK.value
+    if N_UNSCORED % chunk:
+        raise app.UsageError(f"--chunk {chunk} does not divide {N_UNSCORED}")
+    if unknown := [x for x in kinds if x not in KINDS[_OF.value] and not is_weights(x)]:
+        known = ", ".join(KINDS[_OF.value])
+        raise app.UsageError(f"--kinds {','.join(unknown)}: of {known}")
+    return list(dict.fromkeys(["f32", *kinds])), chunk
+
+
+def is_weights(kind: str) -> bool:
+    """Whether weights can be so; groups of fewer than 16 are none that anybody has."""
+    name, slash, most = kind.partition("/")
+    grouped = name == "int8" and most.isdecimal() and int(most) >= 16
+    return _OF.value == "weights" and (grouped if slash else kind in get_args(WeightType))
+
+
+def runtime_of(decoder: Decoder, kind: str, chunk: int = CHUNK) -> Runtime:
     """An empty cache of a kind, to which tokens come in `chunk` at a time."""
-    name, _, turned = kind.partition("+")
+    name, _, hadamard = kind.partition("+")
     type_k, type_v = TYPES[name]
     config = CacheConfig(
-        n_ctx=N_TOKENS,
-        n_ubatch=chunk,
-        type_k=type_k,
-        type_v=type_v,
-        hadamard=bool(turned),
+        n_ctx=N_TOKENS, n_ubatch=chunk, type_k=type_k, type_v=type_v, hadamard=bool(hadamard)
     )
     return Runtime(decoder, config)
 
@@ -81,5 +127,34 @@ def bytes_a_token(runtime: Runtime) -> int:
     return n_bytes // N_TOKENS
 
 
+def with_weights(plain: Runtime, decoder: Any, kind: str) -> Runtime:
+    """A runtime with weights of a kind, `plain` itself where its programs serve these too."""
+    name, _, most = kind.partition("/")
+    if most:
+        plain.bind(rounded(decoder, int(most)))
+        return plain
+    dtype: Any = name  # flags know no literal types
+    return Runtime(load(_MODEL.value, dtype=dtype).decoder, plain.config)
+
+
+def rounded(decoder: Any, n_most: int) -> Any:
+    """The decoder with every matrix rounded to eight bits a weight, in float32.
+
+    Args:
+      decoder: of float32 weights, without experts.
+      n_most: inputs that share a scale, at most.
+    """
+    other = nnx.clone(decoder)
+    for _, module in nnx.iter_modules(other):
+        if not isinstance(module, Linear):
+            continue
+        weight = np.asarray(module.weight[...])
+        sizes = range(min(n_most, weight.shape[1]), 0, -1)
+        group = next(g for g in sizes if weight.shape[1] % g == 0)
+        matrix = jax.tree.map(jnp.asarray, int8.quantize(weight, group))
+        module.weight = nnx.Param(int8.dequantize(matrix))
+    return other
+
+
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

@@ -1,6 +1,6 @@
 """What sparse reads cost in quality: recall, KL, perplexity and pass keys, beside two controls.
 
-    python -m scripts.experiments.select_quality --out select.jsonl
+    python -m scripts.experiments.select_quality --keys 4
 
 Each text is read densely up to --n_prompt tokens and then token by token, and each method reads
 n_cells of them. Channels come from a text that is not judged. The controls choose units at random,
@@ -8,7 +8,6 @@ and the most recent ones; both have to be worse. One JSON line a text and method
 """
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -16,15 +15,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt import CacheConfig, Runtime
 from kvrt.attention.select import choose
 from kvrt.runtime.heavy_channels import heavy_channels
 from kvrt.select_spec import DoubleSparsity, Quest, Select
 from kvrt_models.load import Model, load
-from scripts._lib import measure, texts
-from scripts.experiments import needle
+from scripts._lib import commands, measure
+from scripts.experiments import divergence, needle, texts
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known name, file or folder.")
 _CALIBRATION = flags.DEFINE_string("calibration", "docs/concepts.md", "Text for the channels.")
@@ -33,11 +32,7 @@ _N_STEPS = flags.DEFINE_integer("n_steps", 127, "Tokens read one by one.", lower
 _N_CELLS = flags.DEFINE_list("n_cells", ["128", "256"], "Cells read.")
 _N_CHANNELS = flags.DEFINE_integer("n_channels", 16, "Channels a head.", lower_bound=1)
 _N_KEYS = flags.DEFINE_integer("keys", 6, "Pass keys.", lower_bound=0)
-_OUT = flags.DEFINE_string("out", None, "Append the lines to this file, not standard output.")
 _METHODS = flags.DEFINE_list("methods", [], "Only these; empty is all.")
-
-_FIRST = 3000  # tokens of each play that are left out: title, persons, the first scenes
-
 
 _SHIPPED = choose.unit_weights
 
@@ -51,14 +46,10 @@ class Method:
     random: bool = False
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     model = load(_MODEL.value, dtype="f32")
     n = _N_PROMPT.value + _N_STEPS.value + 1
-    plays = {
-        name: model.tokenizer.encode(texts.play(name))[_FIRST : _FIRST + n] for name in texts.PLAYS
-    }
+    plays = {name: divergence.pieces(model.tokenizer, name, n) for name in texts.PLAYS}
     keys = _needles(model)
     dense: dict[str, Any] = {}
     for method in _methods(model):
@@ -118,7 +109,7 @@ def _teacher_forced(runtime: Runtime, tokens: Sequence[int]) -> np.ndarray:
     runtime.clear()
     runtime.prefill(tokens[: _N_PROMPT.value])
     rest = tokens[_N_PROMPT.value : -1]
-    return measure.log_probs(np.concatenate([np.asarray(runtime.append([t])) for t in rest]))
+    return divergence.log_probs(np.concatenate([np.asarray(runtime.append([t])) for t in rest]))
 
 
 def _needles(model: Model) -> list[needle.Needle]:
@@ -131,7 +122,7 @@ def _needles(model: Model) -> list[needle.Needle]:
 def _emit(
     method: Method, text: str, log_probs: np.ndarray, dense: np.ndarray, tokens: Sequence[int]
 ) -> None:
-    kl = float(measure.kl(dense, log_probs).mean())
+    kl = float(divergence.kl(dense, log_probs).mean())
     rows = np.arange(len(tokens))
     ppl, base = (float(np.exp(-x[rows, tokens].mean())) for x in (log_probs, dense))
     top1 = float(np.mean(log_probs.argmax(1) == dense.argmax(1)))
@@ -140,13 +131,8 @@ def _emit(
 
 
 def _line(method: Method, **figures: Any) -> None:
-    line = json.dumps({"method": method.name, **figures})
-    if not _OUT.value:
-        print(line, flush=True)
-        return
-    with open(_OUT.value, "a") as file:
-        print(line, file=file)
+    measure.emit("sparse reads", method=method.name, **figures)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

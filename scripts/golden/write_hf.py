@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from scripts._lib import commands
 from scripts.golden.hf_cases import CASES, FAR, NEAR, ROPE_CASES, Case
 from scripts.golden.hf_gemma import NEWER_GEMMAS
 from scripts.golden.hf_indexed import INDEXED
@@ -239,9 +240,7 @@ layer reads by its indexer.
 """
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     out, seed = Path(_OUT.value), _SEED.value
     every = CASES | RECURRENT | NEWER_GEMMAS | INDEXED
     if unknown := set(_ONLY.value) - set(every):
@@ -257,4 +256,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

@@ -4,23 +4,23 @@
     python -m scripts.gpu_day --out ~/day --minutes 60 --only decode,upkeep
     python -m scripts.gpu_day --out /tmp/day --smoke
 
-It looks at the machine, runs the kernels' tests compiled for it, searches tile sizes, and times
-decode, prefill and upkeep in the shapes of SmolLM2-135M, Llama 3.2 1B, Llama 3.1 8B and Gemma 3
-27B with random weights, beside JAX's own attention, PyTorch and FlashInfer where they are
-installed. The most important cells come first. Each is a line of OUT/results.jsonl as soon as it
-is measured, so a run that was killed, or that came to the end of its --minutes, continues where it
-was when the same command is given again; another commit, device or version of JAX begins anew.
-At the end OUT/tables.md has the tables for docs/benchmarks.md, which are printed as well, and
+It looks at the machine and runs a list of commands (`plan.py`), the most important first: the
+kernels' tests compiled for it, searches of tile sizes, and benches of decode, prefill and upkeep
+in the shapes of known models with random weights, beside peers. What a command prints is a line of
+OUT/results.jsonl at once; a day that was killed, or came to the end of its --minutes, continues
+with the commands that are left when it is given again. Another commit, device or version of JAX
+begins anew. A side that a command hangs or dies of is recorded, and the command run without it. At
+the end OUT/tables.md has all lines as tables for docs/benchmarks.md, which are printed as well, and
 OUT/tiles.json the tile sizes; --keep_tiles also merges them into kvrt's own.
 
 --smoke tries everything out on a CPU in a minute, with tiny shapes and interpreted kernels.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from absl import app, flags
 
+from scripts._lib import commands
 from scripts.gpu_day import day, plan
 
 _OUT = flags.DEFINE_string("out", None, "Folder of results, tables and logs.", required=True)
@@ -31,15 +31,11 @@ _RETRY = flags.DEFINE_bool("retry", False, "Also measure again what failed.")
 _KEEP_TILES = flags.DEFINE_bool("keep_tiles", False, "Merge tile sizes into kvrt's own table.")
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    strange = sorted(set(_ONLY.value) - set(plan.PARTS))
-    if strange:
-        raise app.UsageError(f"--only={','.join(strange)}; of {', '.join(plan.PARTS)}")
+def main() -> int:
+    commands.check_names(_ONLY, plan.PARTS)
     if _SMOKE.value and _KEEP_TILES.value:
         raise app.UsageError("--keep_tiles with --smoke: sizes of a trial are no measurement")
-    day.run(
+    return day.run(
         day.Options(
             out=Path(_OUT.value).expanduser().resolve(),
             smoke=_SMOKE.value,
@@ -52,4 +48,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

@@ -1,51 +1,51 @@
-"""The kernels' tests, compiled for the device of this machine and run there by pytest."""
+"""The kernels' tests, compiled for the device of this machine and run there by pytest.
+
+python -m scripts.gpu_day.kernel_tests --platform cuda --file tests/attention/test_pallas_gpu.py
+"""
 
 import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from scripts.gpu_day.plan import ROOT, Cell
+from absl import flags
 
-_LIMIT_S = 600.0
+from scripts._lib import commands, measure
+from scripts.gpu_day.plan import ROOT
+
+_FILE = flags.DEFINE_string("file", "tests/attention/test_pallas_gpu.py", "Of tests.")
+_PLATFORM = flags.DEFINE_string("platform", "cuda", "cuda, rocm, tpu or cpu.")
+_SELECT = flags.DEFINE_string("select", None, "Pytest's -k.")
 
 
-def run(cell: Cell, machine: Mapping[str, Any], out: Path, left_s: float) -> dict[str, Any]:
-    """Outcomes of one file of tests."""
+def main() -> None:
     if importlib.util.find_spec("pytest") is None:
-        return {"skipped": "pytest is not installed; pip install 'kvrt[test]'"}
-    report = out / f"{Path(cell.what).stem}.xml"
+        found: dict[str, Any] = {"skipped": "pytest is not installed; pip install 'kvrt[test]'"}
+    else:
+        found = run()
+    measure.emit("tests", file=_FILE.value, **found)
+
+
+def run() -> dict[str, Any]:
+    """Outcomes of the file."""
     # As shipped: without XLA flags of the tests, of which libtpu knows none.
     command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "--as-shipped", "-m", ""]
     # Where it is installed it warns of xdist, and warnings end our tests.
     command += ["-p", "no:benchmark"]
-    command += ["-k", cell.select] if cell.select else []
-    command += [f"--junitxml={report}", cell.what]
+    command += ["-k", _SELECT.value] if _SELECT.value else []
     # Callbacks and what tests simulate run on the CPU.
-    env = os.environ | {"KVRT_TEST_PLATFORM": f"{platform(machine)},cpu"}
-    limit = max(min(_LIMIT_S, left_s), 1.0)
-    report.unlink(missing_ok=True)
-    with (out / "tests.log").open("a") as log:
-        try:
-            done = subprocess.run(
-                command, cwd=ROOT, env=env, stdout=log, stderr=log, timeout=limit, check=False
-            )
-        except subprocess.TimeoutExpired:
-            return {"failed": f"not done within {limit:.0f} s"}
-    if not report.exists():
-        return {"failed": f"pytest ended with {done.returncode} and no report; see tests.log"}
-    return outcomes(report.read_text())
-
-
-def platform(machine: Mapping[str, Any]) -> str:
-    """The device's platform as JAX wants it named."""
-    if machine["backend"] != "gpu":
-        return machine["backend"]
-    return "rocm" if "rocm" in machine["platform"].lower() else "cuda"
+    env = os.environ | {"KVRT_TEST_PLATFORM": f"{_PLATFORM.value},cpu"}
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        command += [f"--junitxml={report}", _FILE.value]
+        done = subprocess.run(command, cwd=ROOT, env=env, stdout=sys.stderr, check=False)
+        if not report.exists():
+            return {"failed": f"pytest ended with {done.returncode} and no report"}
+        return outcomes(report.read_text())
 
 
 def outcomes(report: str) -> dict[str, Any]:
@@ -61,3 +61,7 @@ def outcomes(report: str) -> dict[str, Any]:
     line = {"passed": len(cases) - len(failures) - skipped, "n_failed": len(failures)}
     line |= {"n_skipped": skipped, "failures": failures}
     return line if cases else {"failed": "pytest found no test"}
+
+
+if __name__ == "__main__":
+    commands.run(main)

@@ -1,37 +1,47 @@
-"""What a machine is: device, driver, versions, clocks, free disk, and which kvrt this is."""
+"""What a machine is: device, driver, versions, clocks, free disk, and which kvrt this is.
 
+    python -m scripts.gpu_day.machine
+
+A line of JSON, of a process of its own, so that a day's own process never holds the device.
+"""
+
+import json
 import shutil
 import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import xxhash
 
+from scripts._lib import implementations, measure
 from scripts.gpu_day.plan import ROOT
 
 _CLOCKS = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
 _LEAST_DISK_BYTES = 2 << 30
 
 
-def describe(found: dict[str, Any], out: Path, *, smoke: bool) -> dict[str, Any]:
+def describe(out: Path, env: Mapping[str, str], *, smoke: bool) -> dict[str, Any]:
     """What results belong to, and what else a reader of them wants to know.
 
     Args:
-      found: what a process in JAX says.
       out: where results go.
+      env: of the process that looks.
       smoke: whether shapes are tiny.
+
+    Raises:
+      subprocess.CalledProcessError: JAX does not start.
     """
-    return {
-        **found,
-        **clocks(),
-        "commit": _git("rev-parse", "--short", "HEAD") or "unknown",
-        "sources": sources(),
-        "smoke": smoke,
-        "free_disk_bytes": shutil.disk_usage(out).free,
-    }
+    command = [sys.executable, "-m", "scripts.gpu_day.machine"]
+    done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    free = shutil.disk_usage(out).free
+    return {**found, **clocks(), "sources": sources(), "smoke": smoke, "free_disk_bytes": free}
 
 
-def refusal(machine: dict[str, Any]) -> str | None:
+def refusal(machine: Mapping[str, Any]) -> str | None:
     """Why nothing is measured here, None where all is well."""
     if machine["backend"] == "cpu" and not machine["smoke"]:
         return (
@@ -65,11 +75,18 @@ def clocks() -> dict[str, str]:
     return dict(zip(_CLOCKS.split(","), values, strict=False))
 
 
-def _git(*args: str) -> str:
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(ROOT), *args], capture_output=True, text=True, check=False
-        )
-    except OSError:
-        return ""
-    return done.stdout.strip()
+def main() -> None:
+    names, where = implementations.running(), measure.where()
+    backend = jax.default_backend()
+    gpu = "rocm" if "rocm" in where["platform"].lower() else "cuda"
+    found = {
+        **where,
+        "backend": gpu if backend == "gpu" else backend,
+        "n_devices": jax.device_count(),
+        "tiled": [x for x in names if implementations.tile_choices(x)],
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,88 +1,70 @@
-"""The day on a GPU without a GPU: its plan, resuming, time, tile sizes, and tables."""
+"""The day on a GPU without a GPU: its commands, resuming, time, lost sides, and tables."""
 
-import dataclasses
-import functools
 import json
 
 import pytest
-from gpu_day_results import GRID, MACHINE
 
-from kvrt.attention import registry
-from scripts._lib import shapes
-from scripts.gpu_day import day, kernel_tests, machine, plan, tables
-from scripts.gpu_day.budget import EXPECTED_S, Budget
+from scripts.bench import tiles as tile_search
+from scripts.gpu_day import day, kernel_tests, machine, plan
+from scripts.gpu_day.day import Budget
 from scripts.gpu_day.ledger import IDENTITY, Ledger
-from scripts.gpu_day.measuring import OutOfTime
-from scripts.gpu_day.plan import Cell
-from scripts.gpu_day.sides import tile_search
-from scripts.gpu_day.sides.implementations import Implementations
+from scripts.gpu_day.plan import PARTS, Command
 
-# --- plan -----------------------------------------------------------------------------------------
+MACHINE = {
+    "device": "NVIDIA H200",
+    "n_devices": 1,
+    "backend": "cuda",
+    "platform": "cuda 13010",
+    "jax": "0.11.2",
+    "jaxlib": "0.11.2",
+    "tiled": ["pallas_gpu"],
+    "commit": "abc1234",
+    "sources": "0f0f",
+    "smoke": False,
+    "free_disk_bytes": 1 << 40,
+}
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+def flags_of(commands, part):
+    """Flags of the commands of a part, with their values."""
+    pairs = (c.words[1:] for c in commands if c.part == part)
+    return [dict(zip(x[::2], x[1::2], strict=True)) for x in pairs]
 
 
 def test_the_plan_has_all_that_was_asked_for():
-    cells = plan.plan("gpu", ["pallas_gpu"])
-    assert len({cell.name for cell in cells}) == len(cells)
-    for what in ("attention", "step"):
-        found = {
-            (c.shape, c.batch, c.context) for c in cells if c.part == "decode" and c.what == what
-        }
-        assert len(found) >= 4 * 4 * 5
-        found = {(c.shape, c.batch) for c in cells if c.part == "prefill" and c.what == what}
-        assert len(found) == 4 * 4
-    windows = [
-        c for c in cells if c.what == "attention" and c.shape == "gemma-3-27b" and not c.group
-    ]
-    assert {c.context for c in windows} == {4096}
-    upkeep = {(c.what, c.shape) for c in cells if c.part == "upkeep"}
+    commands = plan.plan("cuda", ["pallas_gpu"])
+    assert len({c.name for c in commands}) == len(commands)
+    assert {c.part for c in commands} == set(PARTS)
+    grid = {(f["--shape"], f["--context"]) for f in flags_of(commands, "decode")}
+    assert len(grid) == 4 * 5
+    behind = {(f["--shape"], f["--context"]) for f in flags_of(commands, "prefill")}
+    assert len(behind) == 4 * 6
+    upkeep = {(f["--what"], f["--shape"]) for f in flags_of(commands, "upkeep")}
     assert upkeep == {(what, shape) for what in ("k_shift", "defrag") for shape in plan.SHAPES}
-    assert {cell.kind for cell in cells} == set(EXPECTED_S)
+    assert {f["--type_k"] for f in flags_of(commands, "decode")} == {"bf16", "int8"}
 
 
 def test_what_the_aims_are_about_comes_first():
-    cells = plan.plan("gpu", ["pallas_gpu"])
-    order = [(c.part, c.what) for c in cells]
-    assert [part for part, _ in order][:2] == ["tests"] * 2
-    first = [c for c in cells if c.part != "tests"][:4]
-    assert [plan.aim(c) for c in first] == [0.83, 0.90, 0.80, 0.80]
-    search = order.index(("tiles", "pallas_gpu"))
-    assert not any(c.tuned for c in cells[:search]) and cells[search - 1].what == "step"
-    assert plan.aim(dataclasses.replace(GRID, batch=8)) is None
+    commands = plan.plan("cuda", ["pallas_gpu"])
+    assert [c.part for c in commands[:2]] == ["tests"] * 2
+    first = [c for c in commands if c.part != "tests"][:3]
+    assert [c.aim for c in first] == [0.83, 0.90, 0.80]
+    search = [c.part for c in commands].index("tiles")
+    assert not any(c.tuned for c in commands[:search])
+    assert [c.aim for c in commands[search:] if c.tuned][:3] == [0.83, 0.90, 0.80]
 
 
 def test_tests_are_those_of_the_platform():
-    files = {p: {c.what.rpartition("/")[2] for c in plan.tests(p)} for p in ("gpu", "tpu")}
-    assert files["gpu"] >= {"test_pallas_gpu.py", "test_kernels.py"}
+    files = {p: {c.words[-1].rpartition("/")[2] for c in plan.tests(p)} for p in ("cuda", "tpu")}
+    assert files["cuda"] >= {"test_pallas_gpu.py", "test_kernels.py"}
     assert files["tpu"] == {"test_pallas_tpu.py", "test_kernels.py"}
 
 
 def test_parts_can_be_chosen():
     assert {c.part for c in plan.plan("tpu", ["pallas_tpu"], ("upkeep",))} == {"upkeep"}
-    assert {c.part for c in plan.smoke(["pallas_gpu"])} == set(plan.PARTS)
-
-
-def test_peers_are_those_of_the_platform_and_the_cell():
-    def names(platform, **options):
-        return [p.name for p in plan.peers(dataclasses.replace(GRID, **options), platform)]
-
-    assert names("gpu") == ["jax.nn xla", "jax.nn cudnn", "jax paged_attention"]
-    assert names("gpu", peers="all")[3:] == ["torch sdpa", "flashinfer"]
-    assert names("gpu", peers="all", what="step") == ["torch step"]
-    assert names("tpu", peers="all") == ["jax.nn xla", "jax ragged_paged_attention"]
-    windowed = shapes.SHAPES["gemma-3-27b"].groups[0].mask.size > 0
-    assert windowed and names("gpu", shape="gemma-3-27b", part="prefill") == []
-
-
-def test_a_new_kernel_is_measured_without_a_line_here(monkeypatch):
-    make = functools.partial(registry.load_kernel, "gpu")
-    monkeypatch.setitem(registry.IMPLEMENTATIONS, "newer_gpu", make)
-    known = Implementations(interpret=True)
-    assert known.kernels["newer_gpu"] == "gpu" and "cells" in known.tile_sizes("newer_gpu")
-    assert "reference" not in known.others and "chunked" in known.others
-    assert "pallas_gpu" not in Implementations().kernels
-    alias = known.registered("newer_gpu", None)
-    assert alias != "newer_gpu" and registry.implementation(alias)
-    monkeypatch.delitem(registry.IMPLEMENTATIONS, alias)
+    assert {c.part for c in plan.smoke()} == set(PARTS)
 
 
 # --- results file ---------------------------------------------------------------------------------
@@ -91,23 +73,33 @@ def test_a_new_kernel_is_measured_without_a_line_here(monkeypatch):
 def test_a_run_continues_where_it_was(tmp_path):
     path = tmp_path / "results.jsonl"
     first = Ledger(path, MACHINE)
-    first.add("a", {"x": 1})
-    first.add("b", {"failed": "no room"})
+    for line in (
+        {"command": "a", "begins": True},
+        {"command": "a", "x": 1},
+        {"command": "a", "seconds": 1},
+        {"command": "b", "x": 2},
+        {"command": "b", "seconds": 1, "failed": "no room"},
+        {"command": "c", "x": 3},
+    ):
+        first.add(line)
     with path.open("a") as file:
-        file.write('{"cell": "c", "x"')  # killed while it wrote
+        file.write('{"command": "c", "x"')  # killed while it wrote
     again = Ledger(path, MACHINE)
-    assert (set(again.lines), again.began) == ({"a", "b"}, "")
-    again.add("c", {"x": 3})
-    assert [json.loads(x).get("cell") for x in path.read_text().splitlines()][1:] == ["a", "b", "c"]
-    assert set(Ledger(path, MACHINE, retry=True).lines) == {"a", "c"}
+    assert (set(again.done), again.began) == ({"a", "b"}, "")
+    assert "c" not in again.lines and again.lines["a"] == [{"command": "a", "x": 1}]
+    again.add({"command": "c", "begins": True})
+    again.add({"command": "c", "x": 4})
+    again.add({"command": "c", "seconds": 2})
+    found = Ledger(path, MACHINE, retry=True)
+    assert set(found.done) == {"a", "c"} and [x["x"] for x in found.lines["c"]] == [4]
 
 
 @pytest.mark.parametrize("name", IDENTITY)
 def test_another_identity_begins_anew(tmp_path, name):
     path = tmp_path / "results.jsonl"
-    Ledger(path, MACHINE).add("a", {"x": 1})
+    Ledger(path, MACHINE).add({"command": "a", "seconds": 1})
     other = Ledger(path, MACHINE | {name: "other"})
-    assert other.lines == {} and f"{name} {MACHINE[name]} -> other" in other.began
+    assert other.done == {} and f"{name} {MACHINE[name]} -> other" in other.began
     assert '"a"' in (tmp_path / "results.1.jsonl").read_text()
     assert Ledger(path, MACHINE | {"free_disk_bytes": 5, name: "other"}).began == ""
 
@@ -122,57 +114,84 @@ class Clock:
         return self.now
 
 
-def test_time_is_kept_for_the_tables_and_cells_learn():
+def test_time_is_kept_for_the_tables_and_parts_learn():
     clock = Clock()
     budget = Budget(2, now=clock)
-    assert budget.left_s == 115 and not budget.fits("tests") and budget.fits("decode step")
-    budget.learn("decode step", 110)
+    assert budget.left_s == 115 and not budget.fits("tests") and budget.fits("decode")
+    budget.learn("decode", 110)
     clock.now = 6
-    assert not budget.fits("decode step")
+    assert not budget.fits("decode")
     for _ in range(5):
-        budget.learn("decode step", 10)
-    assert budget.expected_s("decode step") == 10 and budget.fits("decode step")
+        budget.learn("decode", 10)
+    assert budget.fits("decode")
     clock.now = 115
-    assert not budget.fits("upkeep") and not Budget(0, quick=True, now=clock).fits("upkeep")
+    assert not budget.fits("upkeep")
 
 
-class Measured:
-    """Stands for processes: a cell takes some seconds of a clock."""
+def run_all(tmp_path, monkeypatch, seconds, commands):
+    """What ran in a minute of a clock on which each takes some seconds, and the ledger."""
+    clock, seen = Clock(), []
 
-    def __init__(self, clock, seconds, late=()):
-        self.clock, self.seconds, self.late, self.seen = clock, seconds, late, []
-
-    def measure(self, cell):
-        self.clock.now += self.seconds
-        if cell.what in self.late:
-            raise OutOfTime
-        self.seen.append(cell.what)
+    def takes(command, *_):
+        clock.now += seconds
+        seen.append(command.name)
         return {"failed": "nothing is measured here"}
 
-
-def days(tmp_path, measured, minutes, cells):
+    monkeypatch.setattr(day, "run_one", takes)
     ledger = Ledger(tmp_path / "results.jsonl", MACHINE)
-    budget = Budget(minutes, now=measured.clock)
-    day.measure_all(cells, measured, budget, ledger, lambda: None)
-    return ledger
+    options = day.Options(out=tmp_path, smoke=False, only=(), minutes=1)
+    day.run_all(commands, options, Budget(1, now=clock), ledger)
+    return seen, ledger
 
 
-def test_cells_that_do_not_fit_are_left_and_smaller_ones_are_not(tmp_path):
-    cells = [Cell(part="tests", what="long"), Cell(part="upkeep", what="a")]
-    cells += [Cell(part="upkeep", what="b"), Cell(part="upkeep", what="c")]
-    measured = Measured(Clock(), 20)
-    ledger = days(tmp_path, measured, 1, cells)
-    assert measured.seen == ["a", "b"] and len(ledger.lines) == 2
-    assert ledger.lines[cells[1].name]["seconds"] == 20
+def test_commands_that_do_not_fit_are_left_and_smaller_ones_are_not(tmp_path, monkeypatch):
+    commands = [Command("tests", ("long",)), *(Command("upkeep", (x,)) for x in "abc")]
+    seen, ledger = run_all(tmp_path, monkeypatch, 20, commands)
+    assert seen == ["a", "b"] and ledger.done["a"]["seconds"] == 20
 
 
-def test_a_cell_that_the_time_ends_is_measured_by_the_next_run(tmp_path):
-    cells = [Cell(part="upkeep", what=what) for what in "ab"]
-    ledger = days(tmp_path, Measured(Clock(), 1, late="b"), 1, cells)
-    assert set(ledger.lines) == {cells[0].name}
-    measured = Measured(Clock(), 1)
-    days(tmp_path, measured, 1, [c for c in cells if c.name not in ledger.lines])
-    assert measured.seen == ["b"]
+def test_a_command_that_the_time_ends_is_run_again(tmp_path, monkeypatch):
+    seen, ledger = run_all(tmp_path, monkeypatch, 56, [Command("upkeep", ("a",))])
+    assert seen == ["a"] and ledger.done == {}
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+BENCH = r"""
+import json, os, sys, time
+lost = sys.argv[-1].split(",") if "--without" in sys.argv else []
+for side in ("good", "dies", "hangs", "last"):
+    if side in lost: continue
+    print(f"side: {side}", file=sys.stderr, flush=True)
+    if side == "dies": os._exit(7)
+    if side == "hangs": time.sleep(60)
+    print("noise of a library", flush=True)
+    print(json.dumps({"bench": "x", "side": side}), flush=True)
+if "fails" in sys.argv: sys.exit("two lines\nand a reason")
+"""
+
+
+def ran(tmp_path, monkeypatch, *words):
+    (tmp_path / "fake_bench.py").write_text(BENCH)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(day, "_LIMIT_S", 2.0)
+    ledger = Ledger(tmp_path / "results.jsonl", MACHINE)
+    options = day.Options(out=tmp_path, smoke=False, only=(), minutes=1)
+    command = Command("decode", ("fake_bench", *words), aim=0.5)
+    end = day.run_one(command, options, 60.0, ledger)
+    return end, {x["side"]: x for x in ledger.lines[command.name]}
+
+
+def test_sides_that_hang_or_die_are_recorded_and_the_others_run(tmp_path, monkeypatch):
+    end, sides = ran(tmp_path, monkeypatch)
+    assert end == {} and set(sides) == {"good", "dies", "hangs", "last"}
+    assert sides["last"]["aim"] == 0.5 and "failed" not in sides["good"]
+    assert "ended with 7" in sides["dies"]["failed"] and "ended with -9" in sides["hangs"]["failed"]
+
+
+def test_a_command_that_fails_says_why(tmp_path, monkeypatch):
+    end, sides = ran(tmp_path, monkeypatch, "fails", "--without", "dies,hangs")
+    assert end == {"failed": "ended with 1: and a reason"} and set(sides) == {"good", "last"}
 
 
 # --- tile sizes -----------------------------------------------------------------------------------
@@ -199,10 +218,11 @@ def test_a_search_ends_with_its_time():
 def test_found_sizes_become_the_table(tmp_path):
     key = {"kernel": "gpu", "device": "NVIDIA H200", "type_q": "f32", "type_k": "bf16"}
     key |= {"type_v": "bf16", "head_dim": 128, "block_size": 256, "step": "decode"}
-    found = {"part": "tiles", "key": key, "sizes": {"cells": 64}, "rule_us": 9, "best_us": 8}
-    day.write_tiles(
-        tmp_path, {"a": found, "b": found | {"key": key | {"head_dim": 64}, "sizes": {}}}
-    )
+    found = {"bench": "tiles", "key": key, "sizes": {"cells": 64}, "rule_us": 9, "best_us": 8}
+    ledger = Ledger(tmp_path / "results.jsonl", MACHINE)
+    ledger.add({"command": "a", **found})
+    ledger.add({"command": "b", **found, "key": key | {"head_dim": 64}, "sizes": {}})
+    day.write_tiles(tmp_path, ledger)
     (entry,) = json.loads((tmp_path / "tiles.json").read_text())["tiles"]
     assert (entry["key"], entry["sizes"]) == (key, {"cells": 64})
     assert entry["note"] == "8 us a layer, 9 by the rule"
@@ -212,8 +232,8 @@ def test_found_sizes_become_the_table(tmp_path):
 
 
 def test_a_cpu_is_refused_in_one_line():
-    told = machine.refusal(MACHINE | {"backend": "cpu"})
-    assert "--smoke" in told and "\n" not in told
+    reason = machine.refusal(MACHINE | {"backend": "cpu"})
+    assert "--smoke" in reason and "\n" not in reason
     assert machine.refusal(MACHINE | {"backend": "cpu", "smoke": True}) is None
     assert "0.5 GiB of disk" in machine.refusal(MACHINE | {"free_disk_bytes": 1 << 29})
     assert machine.refusal(MACHINE) is None
@@ -227,40 +247,20 @@ def test_pytests_report_is_read():
     assert (found["passed"], found["n_failed"], found["n_skipped"]) == (1, 1, 1)
     assert found["failures"] == {"b": "assert 1 == 2"}
     assert "failed" in kernel_tests.outcomes("<testsuites/>")
-    assert kernel_tests.platform(MACHINE) == "cuda"
-    assert kernel_tests.platform(MACHINE | {"platform": "ROCm 7"}) == "rocm"
-    assert kernel_tests.platform(MACHINE | {"backend": "tpu"}) == "tpu"
 
 
-def side(us, share, **more):
-    return {"us": [us, us, us], "share": share, "n_samples": 30, **more}
-
-
-def test_tables_say_what_was_reached_failed_and_is_left():
-    step = dataclasses.replace(GRID, what="step")
-    lost = dataclasses.replace(GRID, batch=64)
-    left = dataclasses.replace(GRID, batch=1)
-    lines = {
-        GRID.name: {
-            "aim": 0.83,
-            "copy_gb_s": 4000.0,
-            "sides": {
-                "pallas_gpu": side(1234.5, 0.71),
-                "jax.nn xla": side(2000, 0.4, alone=True),
-                "flashinfer": {"skipped": "not installed"},
-                "jax.nn cudnn": {"failed": "MemoryError: needs 9 GiB of 3", "no_room": True},
-            },
-        },
-        step.name: {
-            "aim": 0.8,
-            "sides": {"pallas_gpu": side(5500, 0.85, device_us=5000.0, host_gap=0.091)},
-        },
-        lost.name: {"failed": "no answer within 300 s"},
-    }
-    text = tables.render(MACHINE, [GRID, step, lost, left], lines)
-    row = "| llama-3.1-8b | 32 | 4,096 | bf16 | 1,234.5 | 71% (below) | 2,000.0, alone | no room |"
-    assert f"{row} not installed | 83% |" in text
-    assert "| 5.500 | 85% | 80% | 5.000 | 9.1% (above 5 %) |" in text
-    assert f"| {lost.name} |  | no answer within 300 s |" in text
-    assert "**Not run: 1 cells**" in text and f"| {left.name} |" in text
-    assert "4,000 to 4,000 GB/s" in text and "--smoke" not in text
+def test_tables_say_what_was_reached_failed_and_is_left(tmp_path):
+    asked = [Command("decode", (x,)) for x in ("done", "lost", "left")]
+    ledger = Ledger(tmp_path / "results.jsonl", MACHINE)
+    line = {"command": "done", "bench": "decode attention", "shape": "llama-3.1-8b", "aim": 0.83}
+    ledger.add(line | {"side": "kvrt pallas_gpu", "layer_us": [1, 2.5, 3], "share_of_copy": 0.71})
+    ledger.add(line | {"side": "jax.nn xla", "layer_us": [4, 5, 6], "alone": True})
+    ledger.add(line | {"side": "flashinfer", "skipped": "torch is not installed"})
+    ledger.add({"command": "done", "seconds": 3})
+    ledger.add({"command": "lost", "seconds": 3, "failed": "ended with -9"})
+    text = day.report(MACHINE, asked, ledger)
+    assert "**decode attention: shape llama-3.1-8b, aim 0.83**" in text and "**not run: 1**" in text
+    rows = ["".join(row.split()) for row in text.splitlines()]
+    assert "|side|layer_us|share_of_copy|alone|skipped|" in rows
+    assert "|kvrtpallas_gpu|2.5(1to3)|0.71|||" in rows and "|jax.nnxla|5(4to6)||True||" in rows
+    assert "|lost|endedwith-9|" in rows and "|left|" in rows and "--smoke" not in text

@@ -1,14 +1,17 @@
 """Cases of the benchmarks: what their flags ask for, and caches that hold what they say."""
 
+import functools
+
 import numpy as np
 import pytest
 from absl import app, flags
 from absl.testing import flagsaver
 
+from kvrt.attention import registry
 from kvrt.kv_types import head_bytes
 from kvrt.program import estimate
 from kvrt.store import kv as kv_store
-from scripts._lib import cases, grid, shapes
+from scripts._lib import cases, grid, implementations, shapes
 
 WHAT = flags.DEFINE_list("grid_test_what", ["step"], "Stands for a script's own flag.")
 
@@ -26,9 +29,18 @@ def _flags():
 
 
 def test_flags_make_cases():
-    flags.FLAGS(["bench", "--batch=1,8", "--context=0,5", "--type_k=int8", "--attention=chunked"])
+    flags.FLAGS(
+        [
+            "bench",
+            "--batch=1,8",
+            "--context=0,5",
+            "--type_k=int8",
+            "--attention=chunked",
+            "--n_new=4",
+        ]
+    )
     grid.check(WHAT, ["step"])
-    found = list(grid.cases(4))
+    found = [case for of in grid.cases() for case in of]
     assert [(c.n_batch, c.context) for c in found] == [(1, 0), (1, 5), (8, 0), (8, 5)]
     assert {(c.n_new, c.type_k, c.type_v, c.attention) for c in found} == {
         (4, "int8", "f32", "chunked")
@@ -38,9 +50,9 @@ def test_flags_make_cases():
 @pytest.mark.parametrize(
     ("flag", "told"),
     [
-        ("--batch=1,x", "whole numbers"),
-        ("--batch=0", "at least one"),
-        ("--attention=nothing", "attention=nothing; one of chunked"),
+        ("--batch=1,x", "whole numbers from 1"),
+        ("--batch=0", "whole numbers from 1"),
+        ("--attention=nothing", "attention=nothing; of chunked"),
         ("--layers=3", "3 layers asked, toy has 2"),
         ("--grid_test_what=steps", "what=steps; of step"),
     ],
@@ -91,6 +103,20 @@ def test_bytes_are_those_allocated():
     # Both layers are alike; of the window of 64 the token's own place is not read.
     width = sum(head_bytes(t, 32) for t in types) * 2
     assert cases.read_bytes(of, made) == width * 3 * (63 + 100)
+
+
+def test_a_new_kernel_is_measured_without_a_line_here(monkeypatch):
+    make = functools.partial(registry.load_kernel, "gpu")
+    monkeypatch.setitem(registry.IMPLEMENTATIONS, "newer_gpu", make)
+    assert "newer_gpu" in implementations.running(interpret=True)
+    assert "cells" in implementations.tile_choices("newer_gpu")
+    found = implementations.running(interpret=True)
+    assert "reference" not in found and "chunked" in found
+    assert "pallas_gpu" not in implementations.running()
+    alias = implementations.with_options("newer_gpu", None, interpret=True)
+    assert alias != "newer_gpu" and registry.implementation(alias)
+    assert implementations.plain_name(alias) == "newer_gpu"
+    monkeypatch.delitem(registry.IMPLEMENTATIONS, alias)
 
 
 def test_shapes_have_the_size_that_their_names_say():

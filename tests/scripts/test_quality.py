@@ -11,7 +11,7 @@ from flax import nnx
 
 from kvrt_models.layers.linear import Linear
 from kvrt_models.load import load
-from scripts.experiments import divergence, kinds, quality, weights
+from scripts.experiments import divergence, quality
 
 # Half of the tokens that docs/quantization.md reads and scores of each of three texts.
 N, N_SCORED = 256, 256
@@ -144,21 +144,13 @@ def test_eight_bits_of_weights_cost_what_they_may_and_six_do_not():
     assert measured(tokens[: N + divergence.CHUNK])[0] > MOST_KL
 
 
-def test_kinds_are_asked_for_by_the_same_flags_in_both_scripts():
+def test_kinds_are_asked_for_by_the_same_flags():
     flags.FLAGS.mark_as_parsed()
-    for script in (weights, quality):
-        asked = kinds.asked([script.__name__], script.DEFAULT)
-        assert (asked.kinds, asked.chunk, len(asked.plays)) == (
-            script.KINDS,
-            script.DEFAULT.chunk,
-            3,
-        )
-        assert asked.with_f32[0] == "f32" and asked.with_f32.count("f32") == 1
-    with flagsaver.flagsaver(chunk=8, kinds=["int8", "int8"], n_texts=1):
-        asked = kinds.asked(["weights"], weights.DEFAULT)
-    assert (asked.chunk, asked.with_f32, len(asked.plays)) == (8, ["f32", "int8"], 1)
-    with (
-        flagsaver.flagsaver(chunk=7),
-        pytest.raises(app.UsageError, match="7 does not divide 512"),
-    ):
-        kinds.asked(["weights"], weights.DEFAULT)
+    for of, chunk in (("cache", divergence.CHUNK), ("weights", 512)):
+        with flagsaver.flagsaver(of=of):
+            assert quality.asked() == (list(dict.fromkeys(["f32", *quality.KINDS[of]])), chunk)
+    with flagsaver.flagsaver(of="weights", chunk=8, kinds=["int8", "int8", "int8/40"]):
+        assert quality.asked() == (["f32", "int8", "int8/40"], 8)
+    for wrong, text in (({"chunk": 7}, "7 does not divide 512"), ({"kinds": ["int8/4"]}, "int8/4")):
+        with flagsaver.flagsaver(**wrong), pytest.raises(app.UsageError, match=text):
+            quality.asked()

@@ -8,19 +8,19 @@ are on the device, nothing else of a model runs.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt.arrays import Array
 from kvrt.program import StateIndex
 from kvrt.store import recurrent
 from kvrt_models.layers.delta.chunk import CHUNK, CHUNK_BY_CHANNEL, delta_chunk
 from kvrt_models.layers.delta.step import delta_step
-from scripts._lib import measure
+from scripts._lib import commands, measure, rounds
 
 _N_TOKENS = flags.DEFINE_integer("n_tokens", 1024, "Tokens of the prompt.", lower_bound=1)
 _N_HEADS = flags.DEFINE_integer("n_heads", 32, "Heads.", lower_bound=1)
@@ -56,9 +56,7 @@ def chunk(
     return (s,), out
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     n, n_heads, dim = _N_TOKENS.value, _N_HEADS.value, _DIM.value
     size = _CHUNK.value or (CHUNK_BY_CHANNEL if _BY_CHANNEL.value else CHUNK)
     given = inputs(n, n_heads, dim, by_channel=_BY_CHANNEL.value)
@@ -67,23 +65,28 @@ def main(argv: Sequence[str]) -> None:
         "steps": functools.partial(recurrent.advance, at=at, step=step),
         "chunks": functools.partial(recurrent.advance_chunks, at=at, step=step, form=(chunk, size)),
     }
-    medians, outputs = {}, {}
-    for name, form in forms.items():
-        run = jax.jit(lambda tables, rows, form=form: form(tables, inputs=rows), donate_argnums=0)
-        tables, outputs[name] = run((jnp.zeros((1, n_heads, dim, dim)),), given)
+    outputs: dict[str, Array] = {}
 
-        def again(run: Callable = run) -> Array:
+    def side(name: str, form: Callable) -> rounds.Side:
+        run = jax.jit(lambda tables, rows: form(tables, inputs=rows), donate_argnums=0)
+        tables = (jnp.zeros((1, n_heads, dim, dim)),)
+
+        def once() -> Array:
             nonlocal tables
             tables, out = run(tables, given)
+            outputs.setdefault(name, out)
             return out
 
-        samples = measure.clock(again, _N_RUNS.value, most_s=60.0)
-        medians[name] = float(np.median(samples))
-        measure.emit("delta", form=name, n_tokens=n, ms=measure.quartiles(samples))
+        return rounds.timed(once)
+
+    sides = {name: side(name, form) for name, form in forms.items()}
+    times = rounds.interleaved(sides, _N_RUNS.value)
+    for name in times:
+        measure.emit("delta", form=name, n_tokens=n, ms=times.ms(name))
     worst = float(jnp.max(jnp.abs(outputs["steps"] - outputs["chunks"])))
-    ratio = round(medians["steps"] / medians["chunks"], 2)
+    ratio = times.over("steps", "chunks", digits=2)
     measure.emit("delta", n_heads=n_heads, dim=dim, chunk=size, ratio=ratio, worst=worst)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

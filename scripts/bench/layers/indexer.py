@@ -7,18 +7,16 @@ scores, the choice and attention; projections are left out.
 """
 
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt import BlockView, GroupSpec, LayerAttention, LayerKV, RopeSpec, TokenQKV, attend
 from kvrt.arrays import Array, Float
 from kvrt.attention.select import indexer
 from kvrt.attention.types import AttendArgs
-from scripts._lib import measure
+from scripts._lib import commands, measure, rounds
 
 _N_TOKENS = flags.DEFINE_integer("n_tokens", 7000, "Cached tokens.", lower_bound=1)
 _N_CELLS = flags.DEFINE_list("n_cells", ["512", "2048"], "Tokens that a query reads.")
@@ -29,9 +27,7 @@ _ROUNDS = flags.DEFINE_integer("rounds", 9, "Runs of each side.", lower_bound=1)
 _RANK, _ROPE, _INDEX, _BLOCK = 512, 64, 128, 256
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     for n_step in map(int, _STEPS.value):
         view = _view(_N_TOKENS.value, n_step)
         args, index = _args(view, _RANK, 0), _args(view, _INDEX - _ROPE, 1)
@@ -39,19 +35,13 @@ def main(argv: Sequence[str]) -> None:
         for n_cells in map(int, _N_CELLS.value):
             chosen = jax.jit(functools.partial(_indexed, n_cells=n_cells))
             sides = {
-                "indexer": functools.partial(chosen, args, index, weights),
-                "all cells": functools.partial(_dense, args),
+                "indexer": rounds.timed(functools.partial(chosen, args, index, weights)),
+                "all cells": rounds.timed(functools.partial(_dense, args)),
             }
-            samples: dict[str, list[float]] = {name: [] for name in sides}
-            for once in sides.values():
-                once().block_until_ready()
-            for _ in range(_ROUNDS.value):
-                for name, once in sides.items():
-                    samples[name] += measure.clock(once, 1)
+            times = rounds.interleaved(sides, _ROUNDS.value)
             sizes = dict(n_tokens=_N_TOKENS.value, n_step=n_step, n_cells=n_cells)
-            ms = {name: measure.quartiles(x) for name, x in samples.items()}
-            one, other = (float(np.median(x)) for x in samples.values())
-            measure.emit("indexer", **sizes, ms=ms, faster=round(other / one, 2))
+            faster = times.over("all cells", "indexer", digits=2)
+            measure.emit("indexer", **sizes, ms={x: times.ms(x) for x in times}, faster=faster)
 
 
 def _indexed(args: AttendArgs, index: AttendArgs, weights: Array, *, n_cells: int) -> Array:
@@ -97,4 +87,4 @@ def _args(view: BlockView, rank: int, layer: int) -> AttendArgs:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

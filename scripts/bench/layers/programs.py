@@ -20,7 +20,7 @@ there. --only_compile times no step.
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -47,7 +47,7 @@ from kvrt.program.programs import ModelKind, TracedParams
 from kvrt.program.step import Cache
 from kvrt.store.kv import KVStore
 from kvrt_models.decoder import Decoder
-from scripts._lib import cases, grid, measure, shapes
+from scripts._lib import cases, commands, grid, measure, rounds, shapes
 from scripts._lib.cases import Case
 
 SIDES = ("whole", "plain", "by_layer", "scan", "stacked")
@@ -68,24 +68,19 @@ class _Case(Case):
         return dataclasses.replace(super().config, programs=programs)
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     grid.check(_SIDES, SIDES)
-    for case in grid.cases():
+    for case in (case for of in grid.cases() for case in of):
         decoder = shapes.random_decoder(case.spec, case.dtype)
         figures, steps = {}, {}
         for side in _SIDES.value:
             figures[side], once = _side(side, case, decoder)
             if once and not _ONLY_COMPILE.value:
-                steps[side] = once
-        samples: dict[str, list[float]] = {side: [] for side in steps}
-        for _ in range(grid.n_runs() if steps else 0):
-            for side, once in steps.items():
-                samples[side] += measure.clock(once, 1)
+                steps[side] = rounds.timed(once)
+        times = rounds.interleaved(steps, grid.n_runs()) if steps else rounds.Times()
         for side, found in figures.items():
-            times = {"step_ms": measure.quartiles(samples[side])} if side in samples else {}
-            measure.emit("programs", side=side, **grid.named(case), **found, **times)
+            step_ms = {"step_ms": times.ms(side)} if side in times else {}
+            measure.emit("programs", side=side, **grid.named(case), **found, **step_ms)
 
 
 def _side(
@@ -212,4 +207,4 @@ def scan_step(
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

@@ -9,12 +9,12 @@ the labels, beside the time.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt import BlockView, CacheConfig, GroupSpec, LayerAttention, LayerKV, TokenQKV, attend
 from kvrt.arrays import Array
@@ -22,7 +22,7 @@ from kvrt.attention.select import choose, labels, lines, read
 from kvrt.select_spec import DoubleSparsity, Quest, Select
 from kvrt.sizes import store_spec
 from kvrt.store import kv as kv_store
-from scripts._lib import measure
+from scripts._lib import commands, measure, rounds
 
 _N_TOKENS = flags.DEFINE_integer("n_tokens", 7000, "Cells that hold a token.", lower_bound=256)
 _N_CELLS = flags.DEFINE_integer("n_cells", 0, "Cells read; 0 is an eighth of the tokens.")
@@ -33,9 +33,7 @@ _N_HEADS, _N_GROUP, _DIM, _N_CHANNELS = 3, 3, 64, 16
 _GROUP = GroupSpec(layers=(0,), n_kv_heads=_N_HEADS, head_dim=_DIM, rope=None)
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     n_cells = _N_CELLS.value or _N_TOKENS.value // 8 // 16 * 16
     rng = np.random.default_rng(0)
     channels = tuple(
@@ -51,12 +49,8 @@ def main(argv: Sequence[str]) -> None:
         "double sparsity, int4 labels": (heavy(label_type="int4"), 256),
         "double sparsity by cell": (heavy(by_cell=True), 256),
     }
-    runs = {name: _run(select, b) for name, (select, b) in sides.items()}
-    samples: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(_ROUNDS.value):
-        for name, run in runs.items():
-            samples[name] += measure.clock(run, 1)
-    base = float(np.median(samples["dense, blocks of 256"]))
+    runs = {name: rounds.timed(_run(select, b)) for name, (select, b) in sides.items()}
+    times = rounds.interleaved(runs, _ROUNDS.value)
     for name, (select, b) in sides.items():
         measure.emit(
             "sparse_reads",
@@ -64,8 +58,8 @@ def main(argv: Sequence[str]) -> None:
             n_tokens=_N_TOKENS.value,
             n_cells=n_cells,
             n_layers=_N_LAYERS.value,
-            ms=measure.quartiles(samples[name]),
-            times_as_fast=round(base / float(np.median(samples[name])), 2),
+            ms=times.ms(name),
+            times_as_fast=times.over("dense, blocks of 256", name, digits=2),
             **_counted(select, b, n_cells),
         )
 
@@ -110,7 +104,6 @@ def _run(select: Select | None, block_size: int) -> Callable[[], Array]:
         return q
 
     q = jax.random.normal(jax.random.key(1), (1, _N_HEADS * _N_GROUP, _DIM))
-    jax.block_until_ready(run(q, kv, made, view))
     return lambda: run(q, kv, made, view)
 
 
@@ -138,4 +131,4 @@ def _counted(select: Select | None, block_size: int, n_cells: int) -> dict[str, 
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

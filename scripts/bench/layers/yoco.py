@@ -7,11 +7,11 @@ and values that the first half's output makes, so a prompt needs it for its last
 other runtime runs it for every token. `worst` is the largest difference of the logits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt import CacheConfig, Runtime
 from kvrt.arrays import Array
@@ -19,7 +19,7 @@ from kvrt.attention import Attend
 from kvrt_models.decoder import Decoder
 from kvrt_models.hf.spec import spec_from_config
 from kvrt_models.layers.tensors import weight_parts, weight_shape
-from scripts._lib import measure
+from scripts._lib import commands, measure, rounds
 
 _N_TOKENS = flags.DEFINE_integer("n_tokens", 4096, "Tokens of the prompt.", lower_bound=2)
 _N_UBATCH = flags.DEFINE_integer("n_ubatch", 512, "Tokens of a step.", lower_bound=1)
@@ -39,9 +39,7 @@ class Whole(Decoder):
         return self.head(x[out_ids])
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     n, size = _N_TOKENS.value, _N_UBATCH.value
     prompt = np.random.default_rng(1).integers(0, _N_VOCAB, n).tolist()
     # With logits of each step's last token no step leaves anything out.
@@ -51,21 +49,22 @@ def main(argv: Sequence[str]) -> None:
         "all layers": (_runtime(Whole), ends),
     }
 
-    def run(at: Runtime, out_ids: Sequence[int]) -> Callable[[], Array]:
-        return lambda: at.append(prompt, out_ids=out_ids)
+    logits: dict[str, np.ndarray] = {}
 
-    runs = {name: run(*side) for name, side in sides.items()}
-    logits, samples = {}, {name: [] for name in runs}
-    for name, once in runs.items():
-        logits[name] = np.asarray(once())[-1]
-    for _ in range(_ROUNDS.value):
-        for name, once in runs.items():
-            samples[name] += measure.clock(once, 1, again=sides[name][0].clear)
-    medians = {name: float(np.median(x)) for name, x in samples.items()}
-    for name, found in samples.items():
-        measure.emit("yoco", side=name, n_tokens=n, ms=measure.quartiles(found))
+    def side(name: str, at: Runtime, out_ids: Sequence[int]) -> rounds.Side:
+        def once() -> Array:
+            found = at.append(prompt, out_ids=out_ids)
+            logits[name] = np.asarray(found)[-1]
+            return found
+
+        return rounds.timed(once, again=at.clear)
+
+    runs = {name: side(name, *of) for name, of in sides.items()}
+    times = rounds.interleaved(runs, _ROUNDS.value)
+    for name in times:
+        measure.emit("yoco", side=name, n_tokens=n, ms=times.ms(name))
     worst = float(np.max(np.abs(logits["early exit"] - logits["all layers"])))
-    ratio = round(medians["early exit"] / medians["all layers"], 3)
+    ratio = times.over("early exit", "all layers")
     measure.emit("yoco", n_tokens=n, n_layers=_N_LAYERS.value, ratio=ratio, worst=worst)
 
 
@@ -97,4 +96,4 @@ def _runtime(of: type[Decoder]) -> Runtime:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

@@ -8,13 +8,14 @@ without `shared_reads`, "idle" the program with it where nothing is shared. Side
 """
 
 import dataclasses
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt import CacheConfig, Engine, GroupSpec, Request
 from kvrt.attention import LayerAttention, LayerKV, SeqView, TokenQKV, attend
@@ -22,7 +23,7 @@ from kvrt.cells.slots import SeqBlocks, SharedBlocks
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.reading.runs import find_runs
 from kvrt.serving.reading.shared_reads import read_apart
-from scripts._lib import measure, shapes
+from scripts._lib import commands, measure, rounds, shapes
 
 _WHAT = flags.DEFINE_list("what", ["attention", "engine"], "Of attention, engine.")
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known model; toy is one of random weights.")
@@ -34,9 +35,7 @@ _N_ROUNDS = flags.DEFINE_integer("rounds", 30, "Runs of each side; of an engine 
 _N_HEADS, _N_KV, _HEAD_DIM = 9, 3, 64
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> None:
     for what in _WHAT.value:
         if what == "attention":
             for n_shared in map(int, _SHARED.value):
@@ -96,16 +95,12 @@ def _attention(n_shared: int) -> None:
     k, v = drawn(n_blocks, _N_KV, _HEAD_DIM, size), drawn(n_blocks, _N_KV, size, _HEAD_DIM)
     group = GroupSpec(layers=(0,), n_kv_heads=_N_KV, head_dim=_HEAD_DIM, rope=None)
     sides = {"each": dataclasses.replace(idle, shared=None), "idle": idle, "once": once}
-    taken: dict[str, list[float]] = {name: [] for name in sides}
-    for i in range(_N_ROUNDS.value + 3):
-        for name, view in sides.items():
-            start = time.perf_counter()
-            jax.block_until_ready(attend(qkv, LayerKV(k=k, v=v), view, LayerAttention(group=group)))
-            if i >= 3:  # the first ones compile
-                taken[name].append(time.perf_counter() - start)
-    figures = {f"{name}_ms": measure.quartiles(x) for name, x in taken.items()}
-    each = np.median(taken["each"])
-    figures |= {f"each_over_{x}": round(float(each / np.median(taken[x])), 2) for x in sides}
+    kv, how = LayerKV(k=k, v=v), LayerAttention(group=group)
+    runs = {
+        x: rounds.timed(lambda view=view: attend(qkv, kv, view, how)) for x, view in sides.items()
+    }
+    times = rounds.interleaved(runs, _N_ROUNDS.value, n_warm=3)
+    figures = times.figures() | {f"each_over_{x}": times.over("each", x, 2) for x in sides}
     sizes = {"n_seq": n, "n_shared": n_shared, "n_own": _N_OWN.value, "block_size": size}
     measure.emit("shared_reads_attention", **sizes, **figures)
 
@@ -115,7 +110,7 @@ def _engine(n_shared: int) -> None:
     n, n_own, rng = _N_SEQ.value, _N_OWN.value, np.random.default_rng(0)
     model = shapes.decoder(_MODEL.value)
     size = _BLOCK.value
-    n_ctx = -(-(n_shared + n * (n_own + size)) // 512 + 1) * 512
+    n_ctx = -(-(n_shared + n * (n_own + size)) // 512) * 512
     config = CacheConfig(
         n_ctx=n_ctx, n_seq_max=n, block_size=size, attention="chunked", type_k="f32", type_v="f32"
     )
@@ -124,23 +119,31 @@ def _engine(n_shared: int) -> None:
         for name in ("each", "once")
     }
     system = rng.integers(0, 256, n_shared).tolist()
-    taken: dict[str, list[float]] = {name: [] for name in engines}
-    for i in range(max(_N_ROUNDS.value // 10, 1) + 1):
-        for name, engine in engines.items():
-            for j in range(n):
-                tokens = (*system, *rng.integers(0, 256, 8).tolist())
-                engine.add_request(Request(id=f"{i}.{j}", tokens=tokens, n_predict=n_own))
-            while engine.has_work:
-                start, decoded = time.perf_counter(), engine.stats().tokens["decode"]
-                engine.step()
-                if i and engine.stats().tokens["decode"] == decoded + n:
-                    taken[name].append(time.perf_counter() - start)
-    rates = {f"{k}_tok_s": round(n / float(np.median(x)), 1) for k, x in taken.items()}
-    over = float(np.median(taken["each"]) / np.median(taken["once"]))
+
+    def decoding(engine: Engine) -> Iterator[float]:
+        """Seconds of the steps in which all requests decode."""
+        for j in range(n):
+            tokens = (*system, *rng.integers(0, 256, 8).tolist())
+            engine.add_request(Request(id=str(j), tokens=tokens, n_predict=n_own))
+        while engine.has_work:
+            start, decoded = time.perf_counter(), engine.stats().tokens["decode"]
+            engine.step()
+            if engine.stats().tokens["decode"] == decoded + n:
+                yield time.perf_counter() - start
+
+    sides = {name: functools.partial(decoding, engine) for name, engine in engines.items()}
+    times = rounds.interleaved(sides, max(_N_ROUNDS.value // 10, 1))
+    rates = {f"{name}_tok_s": round(n / times.median(name), 1) for name in times}
     reads = dict(engines["once"].stats().reads)
     sizes = {"n_seq": n, "n_shared": n_shared, "n_own": n_own, "block_size": size}
-    measure.emit("shared_reads_engine", **sizes, **rates, each_over_once=round(over, 2), **reads)
+    measure.emit(
+        "shared_reads_engine",
+        **sizes,
+        **rates,
+        each_over_once=times.over("each", "once", 2),
+        **reads,
+    )
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

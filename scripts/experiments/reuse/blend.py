@@ -17,22 +17,22 @@ layers all see all tokens), once with masks by position and once, as a control, 
 """
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt import CacheConfig, Runtime
 from kvrt.arrays import Array
-from kvrt.errors import KvrtError, UsageError
+from kvrt.errors import UsageError
 from kvrt.reuse.blend import BlendSpec, Named
 from kvrt.runtime.chunks.chunk import CachedChunk
 from kvrt_models.load import load
-from scripts._lib import texts
-from scripts._lib.measure import kl, log_probs
+from scripts._lib import commands, measure
+from scripts.experiments import texts
+from scripts.experiments.divergence import mean_kl
 from scripts.experiments.reuse.dense_blend import DenseBlend, Mask
 
 _MODEL = flags.DEFINE_string("model", "smollm2-135m", "Known name, file or folder.")
@@ -60,17 +60,6 @@ QUESTIONS = (
 )
 
 
-def main(argv: Sequence[str]) -> int:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    try:
-        run()
-    except KvrtError as error:
-        print(f"blend: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
 def run() -> None:
     """All ways over all prompts."""
     model = load(_MODEL.value, dtype="f32")
@@ -93,12 +82,12 @@ def run() -> None:
             first = np.asarray(way(runtime, computed, question))
             rest = question_logits(runtime, question[1:], len(question) - 1)
             logits = np.concatenate([first, rest])
-            found.setdefault(name, []).append(divergence(exact, logits))
+            found.setdefault(name, []).append(mean_kl(exact, logits))
         if _ROW_MASK.value:
             for name, logits in by_mask(runtime, model.decoder, computed, question):
-                found.setdefault(name, []).append(divergence(exact, logits))
+                found.setdefault(name, []).append(mean_kl(exact, logits))
     for name, kls in found.items():
-        print(json.dumps({"way": name, "kl": float(np.mean(kls)), "kls": kls}))
+        measure.emit("blended chunks", way=name, kl=float(np.mean(kls)), kls=kls)
 
 
 def prompts(tokenizer: Any) -> list[Prompt]:
@@ -227,10 +216,5 @@ def question_logits(runtime: Runtime, tokens: list[int], n: int) -> np.ndarray:
     return np.asarray(runtime.append(tokens, out_ids=range(len(tokens) - n, len(tokens))))
 
 
-def divergence(exact: np.ndarray, found: np.ndarray) -> float:
-    """Mean KL of two lists of logits."""
-    return float(kl(log_probs(exact), log_probs(found)).mean())
-
-
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(run)

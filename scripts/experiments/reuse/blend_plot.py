@@ -12,13 +12,14 @@ controls beside the rules: nothing computed again with keys moved ("reused") and
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
 from kvrt.errors import KvrtError, UsageError
+from scripts._lib import commands
+from scripts.experiments import plots
 
 _PLOTS = Path(__file__).resolve().parents[3] / "docs" / "plots"
 _FIGURES = flags.DEFINE_string("figures", str(_PLOTS / "blend.jsonl"), "Lines of measured figures.")
@@ -38,9 +39,7 @@ LEVELS = {
 Figures = dict[str, dict[str, float]]  # by kind of prompts and way, nats
 
 
-def main(argv: Sequence[str]) -> int:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+def main() -> int:
     try:
         draw(read(_FIGURES.value), _PLOT.value)
     except KvrtError as error:
@@ -79,19 +78,13 @@ def curve(ways: dict[str, float], name: str) -> list[tuple[float, float]]:
 
 def draw(found: Figures, path: str) -> None:
     """A panel for each kind of prompts, all of the same height."""
-    import matplotlib  # pyright: ignore[reportMissingImports]
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt  # pyright: ignore[reportMissingImports]
-
-    size = {"figsize": (5.5 * len(found), 4.5), "layout": "constrained"}
-    figure, panels = plt.subplots(1, len(found), sharey=True, squeeze=False, **size)
-    for axes, (prompts, ways) in zip(panels[0], found.items(), strict=True):
-        _panel(axes, ways)
-        axes.set(title=prompts, xlabel="% of the chunks' tokens computed in every layer")
-    panels[0][0].set_ylabel("KL from a prefill of the whole, nats")
-    panels[0][0].legend(fontsize=8)
-    figure.savefig(path, dpi=110)
+    size = {"figsize": (5.5 * len(found), 4.5), "layout": "constrained", "sharey": True}
+    with plots.panels(path, 1, len(found), **size) as (_, (axes,)):
+        for axis, (prompts, ways) in zip(axes, found.items(), strict=True):
+            _panel(axis, ways)
+            axis.set(title=prompts, xlabel="% of the chunks' tokens computed in every layer")
+        axes[0].set_ylabel("KL from a prefill of the whole, nats")
+        axes[0].legend(fontsize=8)
 
 
 def _panel(axes: Any, ways: dict[str, float]) -> None:
@@ -109,4 +102,4 @@ def _panel(axes: Any, ways: dict[str, float]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(main)

@@ -9,34 +9,21 @@ line a number of modules: the divergence (KL, in nats) from a prefill of the who
 question's tokens, of each prompt and their mean. One module is a cached prefix, and loses nothing.
 """
 
-import json
-import sys
 import time
-from collections.abc import Sequence
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from kvrt import CacheConfig, Runtime
-from kvrt.errors import KvrtError
 from kvrt.reuse.schema import Module, PlacedSchema, lay_out
 from kvrt.runtime.prompt_cache import PromptCache
 from kvrt_models.load import load
+from scripts._lib import commands, measure
+from scripts.experiments.divergence import mean_kl
 from scripts.experiments.reuse import blend
 
 _COUNTS = flags.DEFINE_list("counts", ["1", "2", "3"], "Modules of which the pieces are made.")
-
-
-def main(argv: Sequence[str]) -> int:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    try:
-        run()
-    except KvrtError as error:
-        print(f"modules: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
 
 
 def run() -> None:
@@ -65,14 +52,9 @@ def run() -> None:
             seconds.append(time.perf_counter() - start)
             found = blend.question_logits(runtime, question[1:], len(question) - 1)
             counted = {"shared": served.n_shared, "computed": served.n_computed}
-            kls.append(blend.divergence(exact[1:], found))
-        print(
-            json.dumps(
-                {"modules": count}
-                | counted
-                | {"kl": float(np.mean(kls)), "kls": kls, "serve_s": min(seconds)}
-            )
-        )
+            kls.append(mean_kl(exact[1:], found))
+        figures = {**counted, "kl": float(np.mean(kls)), "kls": kls, "serve_s": min(seconds)}
+        measure.emit("modules", modules=count, **figures)
 
 
 def layout_of(ids: list[int], count: int, lead: list[int]) -> PlacedSchema:
@@ -84,4 +66,4 @@ def layout_of(ids: list[int], count: int, lead: list[int]) -> PlacedSchema:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    commands.run(run)
