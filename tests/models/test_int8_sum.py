@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvrt_models.layers import int8
 from kvrt_models.layers.sums import int8_sum
 from tests.marks import slow
 
@@ -118,6 +119,21 @@ def test_a_token_has_the_same_bits_alone_and_among_others(size):
         parts = [product(x[i : i + n], values, scale) for i in range(0, 8 - n + 1, n)]
         alone = np.concatenate(parts)
         assert np.array_equal(alone, together[: len(alone)])
+
+
+@pytest.mark.parametrize("n_tokens", TOKENS)
+def test_every_form_takes_the_scales_of_a_file_s_blocks(n_tokens):
+    whole, values, scale = product_case((40, 18, 32), n_tokens)
+    values[:, :, 5], scale = -128, scale.astype(np.float16)
+    scale[0, :3] = 0, 6e-8, 6e4
+    x = whole.astype(np.float32)
+    exact, allowed = exact_product(x, (whole, values, scale))
+    found = np.asarray(product(x, values, scale))
+    assert (np.abs(found - exact) <= allowed).all()
+    matrix = int8.Int8Matrix(values=values, scale=scale)
+    for form in int8.FORMS.values():
+        other = np.asarray(jax.jit(form)(x, matrix))
+        np.testing.assert_allclose(other, exact, atol=1e-4 * np.abs(exact).max())
 
 
 @pytest.mark.parametrize("size", [(5, 2, 288), (40, 9, 64), (2, 1, 97)])
