@@ -36,7 +36,13 @@ from kvrt_models.tokenizer import encode as tokenizer
 from kvrt_models.weights import shapes
 from kvrt_models.weights.int8_weights import Watch
 from kvrt_models.weights.loading import Weights, read_weights
-from kvrt_models.weights.source import WeightSource, check_shape, folder_source, gguf_source
+from kvrt_models.weights.source import (
+    WeightSource,
+    check_shape,
+    folder_source,
+    gguf_blocks,
+    gguf_source,
+)
 from kvrt_models.weights.types import WeightChoice, WeightType, default_type
 
 # What stands before the names of a layer's tensors.
@@ -239,7 +245,7 @@ def describe_model(
       UnsupportedModel: an architecture that kvrt does not know.
       FetchError: a known name could not be fetched.
     """
-    path = hub.resolve(name_or_path, progress=progress)
+    path, blocks = hub.resolve(name_or_path, progress=progress), {}
     if path.is_dir():
         name, described = path.resolve().name, _folder_spec(path)[1]
     elif path.suffix == ".json":
@@ -247,9 +253,10 @@ def describe_model(
             described = hf_spec.spec_from_config(read_json(path))
         name = path.resolve().parent.name
     else:
-        name, described = model_name(path), _gguf_spec(path)[1]
+        file, described, names = _gguf_spec(path)
+        name, blocks = model_name(path), gguf_blocks(file, names)
     kind = chosen_type(dtype)
-    weights = shapes.weight_shapes(described, kind)
+    weights = shapes.weight_shapes(described, kind, blocks=blocks)
     return Described(name=name, spec=described, dtype=kind, weights=weights)
 
 

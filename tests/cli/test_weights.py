@@ -1,5 +1,6 @@
 """The type of the weights: int8 by default on a CPU, that of a session where one is resumed."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -13,6 +14,7 @@ from kvrt.cli.flags.evaluate import MatrixDtype
 from kvrt.cli.setup.weights import WeightsChoice
 from kvrt.session import fingerprint
 from kvrt_models import load
+from kvrt_models.layers import int8
 from kvrt_models.weights import quantized
 from kvrt_models.weights.types import WeightType
 
@@ -38,6 +40,18 @@ def test_the_summary_names_matrices_that_int8_would_lose(tiny, cache, monkeypatc
     begin = "int8 (default on cpu); 6 in bf16 for what int8 would lose: "
     names = r"([\w.+]+ \(an error of \d\.\d %\)(, )?){3} and 3 more"
     assert told.startswith(begin) and re.fullmatch(names, told.removeprefix(begin)), told
+
+
+def test_the_summary_counts_matrices_that_are_as_the_file_has_them(tiny, cache, monkeypatch):
+    opened = load.open_model(tiny, dtype="int8")
+    shapes = dict(opened.weights.shapes)
+    matrices = [name for name, x in shapes.items() if isinstance(x, int8.Int8Matrix)]
+    for n, told in ((1, "1 matrix"), (2, "2 matrices")):
+        name = matrices[n]
+        shapes[name] = int8.shapes((40, 64), in_blocks=True)
+        weights = dataclasses.replace(opened.weights, shapes=shapes)
+        note = WeightsChoice(dtype="int8").note(dataclasses.replace(opened, weights=weights))
+        assert note == f"int8; {told} as Q8_0 in the file"
 
 
 @pytest.mark.slow

@@ -1,9 +1,14 @@
 """Eight-bit products as integer sums: exact as int64 arithmetic, and compiled as they should be."""
 
 import functools
+import json
 import math
 import os
 import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import hlo
 import jax
@@ -11,10 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvrt_models.layers import int8
 from kvrt_models.layers.sums import int8_sum
 from tests.marks import slow
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from scripts.bench.layers import sum_code
+
 OPTIMISED = True  # see conftest.py: programs as users have them
+ALONE = True  # and none from a folder, of which XLA writes no code
 
 # Outputs, groups, inputs of a group: one output and many, odd numbers of groups, odd groups, and
 # groups as long as the inputs of a matrix that nothing divides.
@@ -111,6 +121,21 @@ def test_a_token_has_the_same_bits_alone_and_among_others(size):
         assert np.array_equal(alone, together[: len(alone)])
 
 
+@pytest.mark.parametrize("n_tokens", TOKENS)
+def test_every_form_takes_the_scales_of_a_file_s_blocks(n_tokens):
+    whole, values, scale = product_case((40, 18, 32), n_tokens)
+    values[:, :, 5], scale = -128, scale.astype(np.float16)
+    scale[0, :3] = 0, 6e-8, 6e4
+    x = whole.astype(np.float32)
+    exact, allowed = exact_product(x, (whole, values, scale))
+    found = np.asarray(product(x, values, scale))
+    assert (np.abs(found - exact) <= allowed).all()
+    matrix = int8.Int8Matrix(values=values, scale=scale)
+    for form in int8.FORMS.values():
+        other = np.asarray(jax.jit(form)(x, matrix))
+        np.testing.assert_allclose(other, exact, atol=1e-4 * np.abs(exact).max())
+
+
 @pytest.mark.parametrize("size", [(5, 2, 288), (40, 9, 64), (2, 1, 97)])
 def test_a_number_that_is_not_finite_stays_in_its_token(size):
     whole, values, scale = product_case(size, 4)
@@ -132,12 +157,13 @@ def test_a_number_that_is_not_finite_stays_in_its_token(size):
 COMPILED = [(3072, 9, 64), (576, 24, 64), (3072, 2, 288), (49_152, 9, 64), (512, 43, 64)]
 
 
-def compiled(multiply, size, n_tokens):
+def compiled(multiply, size, n_tokens, folder=None):
     n_outputs, n_groups, g = size
     x = jax.ShapeDtypeStruct((n_tokens, n_groups * g), jnp.float32)
     values = jax.ShapeDtypeStruct((n_groups, n_outputs, g), jnp.int8)
     scale = jax.ShapeDtypeStruct((n_groups, n_outputs), jnp.float32)
-    return jax.jit(multiply).lower(x, values, scale).compile()
+    options = {"xla_dump_to": str(folder)} if folder else None
+    return jax.jit(multiply).lower(x, values, scale).compile(options)
 
 
 def faults(program, size):
@@ -187,6 +213,35 @@ def plain_sum(x, values, scale):
 def test_the_guard_sees_a_sum_that_is_rewritten():
     found = faults(compiled(plain_sum, COMPILED[0], 1), COMPILED[0])
     assert {"a sum is rewritten", "each output rounds"} <= found
+
+
+needs_objdump = pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump")
+
+
+@needs_objdump
+@pytest.mark.parametrize(("multiply", "lost"), [(int8_sum.sum_product, False), (plain_sum, True)])
+def test_one_token_s_sum_takes_widening_multiply_adds(tmp_path, multiply, lost):
+    size = COMPILED[0]
+    compiled(multiply, size, 1, tmp_path)
+    counts = sum_code.disassembled(sum_code.kernel(tmp_path, math.prod(size)))
+    print(counts)
+    assert sum_code.is_lost("int8", counts) == lost
+
+
+@needs_objdump
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", ["SSE4_2", "AVX2", "AVX512_VNNI"])
+def test_sums_keep_their_instructions_on_other_processors(isa):
+    """Several tokens multiply 32-bit integers today, which is no reason to fail."""
+    sums = ["--sum=int8"] if isa == "SSE4_2" else []
+    command = [sys.executable, "-m", sum_code.__name__, f"--cpu={isa}", "--tokens=1", *sums]
+    root, env = Path(__file__).parents[2], {**os.environ, "XLA_FLAGS": ""}
+    env["PYTHONPATH"] = os.pathsep.join(map(str, (root, root / "models")))
+    done = subprocess.run(command, cwd=root, env=env, stdout=subprocess.PIPE)
+    found = [*map(json.loads, done.stdout.splitlines())]
+    print(found)
+    assert [x["sum"] for x in found] == (["int8"] if sums else ["int8", "f16", "bf16"])
+    assert not any(x.get("lost") for x in found) and done.returncode == 0
 
 
 def test_the_guard_sees_weights_that_are_widened():

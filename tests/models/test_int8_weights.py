@@ -13,10 +13,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType, GGUFWriter, quants
 
 from kvrt.errors import BadModelFile
 from kvrt_models import file_digest, hub, load
 from kvrt_models.gguf import file as gguf
+from kvrt_models.gguf import ggml
 from kvrt_models.hf import safetensors
 from kvrt_models.layers import int8
 from kvrt_models.layers.int8 import Int8Matrix
@@ -187,6 +189,58 @@ def test_weights_in_other_groups_are_made_anew(model, cache, monkeypatch):
     assert len(lines) == 1 and "made by another rule; they are quantized anew" in lines[0]
     assert now[DOWN].values.shape[-1] == 2 * before[DOWN].values.shape[-1]
     assert_equal(start(model), now)
+
+
+def in_blocks(path: Path, monkeypatch, left_out: str = "") -> Path:
+    """The model with its matrices as Q8_0, but for one."""
+    plain = GGUFWriter.add_tensor
+
+    def add(self, name, x, **rest):
+        if x.ndim < 2 or (left_out in name and left_out):
+            return plain(self, name, x, **rest)
+        kind = GGMLQuantizationType.Q8_0
+        return plain(self, name, quants.quantize(x, kind), raw_dtype=kind)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GGUFWriter, "add_tensor", add)
+        return tiny_gguf.write_gguf(path, MODEL)
+
+
+def test_blocks_of_a_file_are_taken_as_they_are(tmp_path, monkeypatch):
+    path = in_blocks(tmp_path / "blocks.gguf", monkeypatch, left_out="attn_k.")
+    # A block of another sign, one of a negative zero, and a least integer.
+    for at, scale, value in ((0, -0.5, 3), (5, -0.0, 1), (9, 0.25, -128)):
+        write_block(path, at, scale, value)
+    first, file = start(path), gguf.open_gguf(path)
+    stored = {name for name, x in first.items() if jax.tree.leaves(x)[-1].dtype == np.float16}
+    parts = weight_parts(load.describe_model(path).spec)
+    matrices = {name for name, x in first.items() if isinstance(x, Int8Matrix)}
+    assert stored and matrices - stored == {"blk.0.attn_qkv.weight"}
+    for name in stored:
+        wide = np.concatenate([gguf.read_gguf_tensor(file, part) for part in parts[name]])
+        np.testing.assert_array_equal(int8.dequantize(first[name]), wide)
+        assert not np.signbit(first[name].scale).any()
+    assert_equal(start(path), first)
+    described = load.describe_model(path, dtype="int8").weights
+    assert {k: x.scale.dtype for k, x in described.items() if k in matrices} == {
+        k: first[k].scale.dtype for k in matrices
+    }
+
+
+def test_blocks_with_a_scale_that_is_not_finite_stay_in_bf16(tmp_path, monkeypatch):
+    path = in_blocks(tmp_path / "blocks.gguf", monkeypatch)
+    write_block(path, 4, np.nan, 1)
+    opened = load.open_model(path, dtype="int8")
+    opened.weights.wait()
+    assert opened.weights.in_bf16 == {DOWN: "weights that are not finite"}
+
+
+def write_block(path: Path, at: int, scale: float, value: int) -> None:
+    """Puts one scale, and one value of 32, into a block of `DOWN`."""
+    info, data = gguf.open_gguf(path).tensors[DOWN], bytearray(path.read_bytes())
+    begin = info.offset + at * ggml.Q8_0.itemsize
+    data[begin : begin + 3] = np.float16(scale).tobytes() + np.int8(value).tobytes()
+    path.write_bytes(data)
 
 
 def changed(model):

@@ -32,6 +32,8 @@ class WeightsChoice:
     def note(self, model: Opened) -> str:
         """For a summary: the type, and which matrices have another."""
         text = self.dtype + (f" ({self.why})" if self.why else "")
+        if n := model.weights.as_stored:
+            text += f"; {n:,} matri{'x' if n == 1 else 'ces'} as Q8_0 in the file"
         others = model.weights.in_bf16
         if not others:
             return text

@@ -132,6 +132,27 @@ def read_gguf_tensor(file: GGUFFile, name: str, rows: slice | None = None) -> np
       BadModelFile: no tensor of that name, or the file has changed since it was opened.
       UnsupportedModel: a storage type that cannot be dequantized.
     """
+    info, data, shape = _read(file, name, rows)
+    try:
+        return ggml.to_float32(data, info.ggml_type, shape)
+    except (BadModelFile, UnsupportedModel) as error:
+        raise type(error)(f"{info.path}: tensor {brief(name)}: {error}") from error
+
+
+def read_gguf_blocks(file: GGUFFile, name: str, rows: slice) -> np.ndarray:
+    """Rows of a tensor of Q8_0 as the file has them: `ggml.Q8_0[n, I / 32]`.
+
+    Raises:
+      BadModelFile: no tensor of that name, or the file has changed since it was opened.
+    """
+    _, data, shape = _read(file, name, rows)
+    return data.view(ggml.Q8_0).reshape(shape[0], -1)
+
+
+def _read(
+    file: GGUFFile, name: str, rows: slice | None
+) -> tuple[TensorInfo, np.ndarray, tuple[int, ...]]:
+    """A tensor, bytes of it, and their shape as numbers."""
     info = file.tensors.get(name)
     if info is None:
         raise BadModelFile(f"{file.path}: tensor {name!r} is wanted and missing; take another file")
@@ -152,10 +173,7 @@ def read_gguf_tensor(file: GGUFFile, name: str, rows: slice | None = None) -> np
             f"{info.path}: {n_bytes} bytes of tensor {name!r} are wanted, {data.size} could be "
             f"read: the file has changed since it was opened; open it again"
         )
-    try:
-        return ggml.to_float32(data, info.ggml_type, shape)
-    except (BadModelFile, UnsupportedModel) as error:
-        raise type(error)(f"{info.path}: tensor {brief(name)}: {error}") from error
+    return info, data, shape
 
 
 class _Parser:

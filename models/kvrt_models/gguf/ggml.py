@@ -45,6 +45,10 @@ GGML_TYPES: Mapping[int, tuple[str, int, int]] = {
 }
 
 
+# A block of Q8_0; value times scale is a weight.
+Q8_0 = np.dtype([("scale", "<f2"), ("values", "i1", 32)])
+
+
 def to_float32(data: np.ndarray, ggml_type: str, shape: tuple[int, ...]) -> np.ndarray:
     """Dequantizes the stored bytes of one tensor to float32 in C order.
 

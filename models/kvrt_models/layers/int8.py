@@ -22,6 +22,8 @@ from kvrt_models.layers.sums.int8_sum import largest, sum_product
 Form = Literal["sum", "int8", "f32"]
 # Inputs that share a scale, at least and at most.
 _LEAST_INPUTS, _MOST_INPUTS = 64, 320
+# Of a file's blocks.
+_BLOCK = 32
 # Weights that are widened at a time: 1 MB of float32, which a core's second cache holds.
 MOST_WIDENED = 1 << 18
 # The steps of a remainder in one step of an activation's first eight bits.
@@ -55,8 +57,8 @@ class Int8Matrix:
     as fast as a whole one, and nothing else in groups. Experts have one more axis in front.
 
     Attributes:
-      values: from -127 to 127.
-      scale: of each output in each group.
+      values: from -127 to 127, and -128 where a file has that.
+      scale: of each output in each group, not negative; float16 where a file has those.
       forms: how it is multiplied.
     """
 
@@ -99,25 +101,25 @@ def quantize(weight: Float[np.ndarray, "*N O I"], group: int | None = None) -> I
     return Int8Matrix(values=values, scale=scale)
 
 
-def shapes(size: tuple[int, ...]) -> Int8Matrix:
-    """What `quantize` makes of a matrix of this size, without its numbers."""
+def shapes(size: tuple[int, ...], in_blocks: bool = False) -> Int8Matrix:
+    """A matrix of this size as `quantize` makes it, or as a file has it, without its numbers."""
     *outer, n_outputs, n_inputs = size
-    g = inputs_per_scale(n_inputs)
+    g = _BLOCK if in_blocks else inputs_per_scale(n_inputs)
     groups = (*outer, n_inputs // g, n_outputs)
     values: Any = jax.ShapeDtypeStruct((*groups, g), jnp.int8)
-    scale: Any = jax.ShapeDtypeStruct(groups, jnp.float32)
+    scale: Any = jax.ShapeDtypeStruct(groups, jnp.float16 if in_blocks else jnp.float32)
     return Int8Matrix(values=values, scale=scale)
 
 
 def dequantize(matrix: Int8Matrix) -> Float[Array, "O I"]:
     """The matrix that all forms multiply with, in float32."""
-    wide = matrix.values.astype(jnp.float32) * matrix.scale[:, :, None]
-    return wide.swapaxes(0, 1).reshape(wide.shape[1], -1)
+    return rows_of(matrix, jnp.arange(matrix.values.shape[1]))
 
 
 def rows_of(matrix: Int8Matrix, ids: Int[Array, " T"]) -> Float[Array, "T I"]:
     """Some rows of the matrix in float32: the embeddings of tokens."""
-    wide = matrix.values[:, ids].astype(jnp.float32) * matrix.scale[:, ids][:, :, None]
+    scale = matrix.scale[:, ids].astype(jnp.float32)
+    wide = matrix.values[:, ids].astype(jnp.float32) * scale[:, :, None]
     return wide.swapaxes(0, 1).reshape(ids.shape[0], -1)
 
 
@@ -158,7 +160,7 @@ def _by_int8(x: Array, matrix: Int8Matrix) -> Array:
     rest = jnp.round((scaled - first) * _STEPS)
     sums = _products(matrix.values, (first, rest)).astype(jnp.float32)
     first, rest = jnp.split(sums, 2, axis=2)
-    y = _scaled_sum(first * _STEPS + rest, matrix.scale)
+    y = _scaled_sum(first * _STEPS + rest, matrix.scale.astype(jnp.float32))
     return y.T * (most * (1 / (127 * _STEPS)))[:, None]
 
 
@@ -170,7 +172,7 @@ def _by_f32(x: Array, matrix: Int8Matrix) -> Array:
 
 def _by_widened(x: Array, matrix: Int8Matrix) -> Array:
     """The product with a matrix that is widened for it alone."""
-    scale = matrix.scale + _zero_after(x)
+    scale = matrix.scale.astype(jnp.float32) + _zero_after(x)
     wide = [v.astype(jnp.float32) * s[:, None] for v, s in zip(matrix.values, scale, strict=True)]
     whole = lax.optimization_barrier(jnp.concatenate(wide, axis=1))
     return lax.dot_general(x, whole, (((1,), (1,)), ((), ())))

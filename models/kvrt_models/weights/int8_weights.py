@@ -156,7 +156,7 @@ class _Maker:
         return weight
 
     def _write(self, fd: int) -> None:
-        shapes = weight_shapes(self.source.spec, "int8")
+        shapes = weight_shapes(self.source.spec, "int8", blocks=self.source.blocks)
         names = [n for name in shapes for n in (name, name + _SCALE)]
         out = Writer(fd, n_bytes(shapes), names)
         in_bf16: dict[str, str] = {}
@@ -206,13 +206,15 @@ class _Maker:
         """Refuses a file whose tensors are not those of the model; raises Stale."""
         try:
             in_bf16 = json.loads(file.notes["in_bf16"])
-            wanted = weight_shapes(self.source.spec, "int8", in_bf16.keys())
+            blocks = self.source.blocks
+            wanted = weight_shapes(self.source.spec, "int8", in_bf16.keys(), blocks=blocks)
         except (KeyError, ValueError, AttributeError) as error:
             raise Stale("damaged") from error
         shapes: dict[str, Any] = {}
         for name, x in wanted.items():
             if isinstance(x, Int8Matrix):
-                shapes[name + _SCALE] = ("F32", x.scale.shape)
+                kind = "F16" if x.scale.dtype == np.float16 else "F32"
+                shapes[name + _SCALE] = (kind, x.scale.shape)
                 shapes[name] = ("I8", x.values.shape)
             else:
                 shapes[name] = ("BF16" if name in in_bf16 else "F32", x.shape)
@@ -251,7 +253,7 @@ class _FromFile:
 
 def _rule(source: WeightSource) -> str:
     """Digest of what decides how a source's weights are kept."""
-    shapes = weight_shapes(source.spec, "int8")
+    shapes = weight_shapes(source.spec, "int8", blocks=source.blocks)
     sizes = {
         name: (x.values.shape if isinstance(x, Int8Matrix) else x.shape)
         for name, x in shapes.items()

@@ -27,7 +27,8 @@ SCHEMA = "1"
 _ALIGNMENT = 64
 # Bytes of the header for a tensor beside its name, which may stand there three times.
 _ENTRY_BYTES = 320
-_DTYPES = {"I8": np.dtype(np.int8), "F32": np.dtype("<f4"), "BF16": np.dtype(ml_dtypes.bfloat16)}
+_DTYPES = {"I8": np.dtype(np.int8), "F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
+_DTYPES |= {"BF16": np.dtype(ml_dtypes.bfloat16)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 

@@ -43,6 +43,12 @@ class Weights:
     shapes: Mapping[str, Matrix]
     _futures: Mapping[str, Future[Matrix]]
 
+    @property
+    def as_stored(self) -> int:
+        """Matrices that have the eight bits of the file."""
+        of = [x for x in self.shapes.values() if isinstance(x, Int8Matrix)]
+        return sum(x.scale.dtype == np.float16 for x in of)
+
     def wait(self, progress: Callable[[int, int], None] | None = None) -> dict[str, Matrix]:
         """The weights, once they are there; `progress` gets how many are, of how many.
 
@@ -79,7 +85,7 @@ def read_weights(
         forms = _forms(source.spec)
     else:
         read = _reader(source, dtype)
-    shapes = weight_shapes(source.spec, dtype, in_bf16, forms)
+    shapes = weight_shapes(source.spec, dtype, in_bf16, forms, source.blocks)
 
     def weight(name: str) -> Matrix:
         found: Any = read(name)

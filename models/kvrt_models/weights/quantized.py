@@ -57,18 +57,21 @@ def round_matrix(source: WeightSource, tensors: Sequence[str], pool: Executor) -
       BadModelFile: a tensor is damaged.
     """
     shape = weight_shape(source.spec, tuple(tensors))
-    *outer, n_outputs, n_inputs = shape
-    g = int8.inputs_per_scale(n_inputs)
-    values = _pages((math.prod(outer), n_inputs // g, n_outputs, g), np.int8)
-    scale = _pages(values.shape[:-1], np.float32)
+    *outer, n_outputs, _ = shape
+    in_blocks = all(name in source.blocks for name in tensors)
+    like = int8.shapes(shape, in_blocks)
+    values = _pages((math.prod(outer), *like.values.shape[-3:]), np.int8)
+    scale = _pages(values.shape[:-1], like.scale.dtype)
+    rounded = _as_stored if in_blocks else _quantize
 
     def chunk(at: int, rows: np.ndarray) -> tuple[float, float]:
         expert, first = divmod(at, n_outputs)
         end = first + len(rows)
-        return _quantize(rows, values[expert, :, first:end], scale[expert, :, first:end])
+        return rounded(rows, values[expert, :, first:end], scale[expert, :, first:end])
 
     lost, all_of_it = 0.0, 0.0
-    for more_lost, more in _each_chunk(source, tensors, chunk, pool):
+    rows = source.blocks.__getitem__ if in_blocks else source.rows
+    for more_lost, more in _each_chunk(source, tensors, rows, chunk, pool):
         lost, all_of_it = lost + more_lost, all_of_it + more
     error = math.sqrt(lost / all_of_it) if all_of_it > 0 else lost
     error = error if math.isfinite(error) else math.inf
@@ -102,6 +105,17 @@ def _quantize(
     return (lost if math.isfinite(lost) else math.inf), squares
 
 
+def _as_stored(blocks: np.ndarray, values: np.ndarray, scale: np.ndarray) -> tuple[float, float]:
+    """Takes a file's blocks [R, G] into [G, R, g] and [G, R] as they are, so that nothing is lost.
+
+    Sums take no negative scale, so that values get its sign; -128 then becomes 127.
+    """
+    negative = np.signbit(blocks["scale"])[..., None]
+    signed = np.where(negative, -np.maximum(blocks["values"], np.int8(-127)), blocks["values"])
+    values[...], scale[...] = signed.swapaxes(0, 1), np.abs(blocks["scale"]).T
+    return (0.0 if np.isfinite(scale).all() else math.inf), 1.0
+
+
 def _pages(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """An array in pages of its own: JAX takes it without a copy, and none stay when it is gone."""
     n_bytes = math.prod(shape) * np.dtype(dtype).itemsize
@@ -117,7 +131,7 @@ def _in_bf16(
         with np.errstate(all="ignore"):
             out[at : at + len(rows)] = rows.astype(ml_dtypes.bfloat16)
 
-    for _ in _each_chunk(source, tensors, chunk, pool):
+    for _ in _each_chunk(source, tensors, source.rows, chunk, pool):
         pass
     return out.reshape(shape)
 
@@ -125,17 +139,18 @@ def _in_bf16(
 def _each_chunk(
     source: WeightSource,
     tensors: Sequence[str],
+    rows: Callable[[str], Callable[[int, int], np.ndarray]],
     do: Callable[[int, np.ndarray], Any],
     pool: Executor,
 ) -> Iterator[Any]:
     """What `do` gives for each chunk of rows: its first row in the matrix, and the rows.
 
-    A chunk ends with its expert.
+    A chunk ends with its expert; `rows` opens a tensor.
     """
     first = 0
     for name in tensors:
         shape = tensor_shape(source.spec, name)
-        n_rows, n_outputs, read = math.prod(shape[:-1]), shape[-2], source.rows(name)
+        n_rows, n_outputs, read = math.prod(shape[:-1]), shape[-2], rows(name)
         n = min(max(_CHUNK // shape[-1], 1), n_outputs)
         starts = [e + at for e in range(0, n_rows, n_outputs) for at in range(0, n_outputs, n)]
 

@@ -1,7 +1,7 @@
 """Shapes and bytes of a decoder's weights in memory, before any of them is read."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +17,11 @@ from kvrt_models.weights.types import WeightType
 
 
 def weight_shapes(
-    of: DecoderSpec, dtype: WeightType, in_bf16: Iterable[str] = (), forms: Forms | None = None
+    of: DecoderSpec,
+    dtype: WeightType,
+    in_bf16: Iterable[str] = (),
+    forms: Forms | None = None,
+    blocks: Container[str] = (),
 ) -> dict[str, Matrix]:
     """Shapes and types of the decoder's weights.
 
@@ -26,8 +30,9 @@ def weight_shapes(
       dtype: of its matrices.
       in_bf16: matrices that stay in bfloat16 where the others have eight bits.
       forms: how those are multiplied.
+      blocks: tensors that a file has in blocks of eight bits.
     """
-    left_out = set(in_bf16)
+    left_out, parts = set(in_bf16), weight_parts(of)
 
     def shape(name: str, size: tuple[int, ...]) -> Any:
         if not is_matrix(name, size):
@@ -35,9 +40,9 @@ def weight_shapes(
         if dtype != "int8" or name in left_out:
             kind = "bf16" if dtype == "int8" else dtype
             return jax.ShapeDtypeStruct(size, FLOAT_DTYPES[kind])
-        return dataclasses.replace(int8.shapes(size), forms=forms or Forms())
+        in_blocks = all(tensor in blocks for tensor in parts[name])
+        return dataclasses.replace(int8.shapes(size, in_blocks), forms=forms or Forms())
 
-    parts = weight_parts(of)
     return {name: shape(name, weight_shape(of, tensors)) for name, tensors in parts.items()}
 
 

@@ -22,6 +22,8 @@ from kvrt_models.spec import DecoderSpec
 
 # Gives rows [start, end) of a tensor, counted over all axes but the last.
 Rows = Callable[[int, int], Float[np.ndarray, "R I"]]
+# Gives them as the blocks of a file, `ggml.Q8_0[R, I / 32]`.
+BlockRows = Callable[[int, int], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,7 @@ class WeightSource:
       called: what the files call a tensor, or those that it is made of.
       files: that hold the tensors.
       notes: lines about the description, for people.
+      blocks: opens each tensor that the files have in blocks of eight bits.
     """
 
     spec: DecoderSpec
@@ -43,6 +46,7 @@ class WeightSource:
     called: Mapping[str, Sequence[str]]
     files: tuple[Path, ...]
     notes: tuple[str, ...] = ()
+    blocks: Mapping[str, BlockRows] = dataclasses.field(default_factory=dict)
 
     def whole(self, name: str) -> np.ndarray:
         """A tensor of the shape that the description wants.
@@ -90,7 +94,18 @@ def gguf_source(
         called=names,
         files=file.parts,
         notes=departures(file.metadata),
+        blocks=gguf_blocks(file, names),
     )
+
+
+def gguf_blocks(file: gguf.GGUFFile, names: Mapping[str, Sequence[str]]) -> dict[str, BlockRows]:
+    """Opens the tensors that a GGUF file has as Q8_0; `names` are what it calls all of them."""
+
+    def opened(called: str) -> BlockRows:
+        return lambda start, end: gguf.read_gguf_blocks(file, called, slice(start, end))
+
+    of_type = {name: file.tensors[called].ggml_type for name, (called, *_) in names.items()}
+    return {name: opened(names[name][0]) for name, kind in of_type.items() if kind == "Q8_0"}
 
 
 def folder_source(

@@ -113,6 +113,8 @@ def _rounded(x: Array, g: int) -> tuple[Int[Array, "T I"], Float[Array, " T"]]:
 
 def _zeros(scale: Array) -> Int[Array, "..."]:
     """Zeros of int16 that are not known before run time: no scale is negative."""
+    if scale.dtype == jnp.float16:
+        return lax.bitcast_convert_type(scale, jnp.int16) >> np.int16(15)
     return (lax.bitcast_convert_type(scale, jnp.int32) >> 31).astype(jnp.int16)
 
 
@@ -128,7 +130,8 @@ def _split(n_tokens: int, n_groups: int, g: int) -> tuple[int, int] | None:
 
 def _scaled_sum(sums: list[Array], scale: Array) -> Float[Array, " O"]:
     """The sum over groups, one term after the other: a float reduction would not be vectorized."""
-    return _added([y.astype(jnp.float32) * s for y, s in zip(sums, scale, strict=True)])
+    wide = [s.astype(jnp.float32) for s in scale]
+    return _added([y.astype(jnp.float32) * s for y, s in zip(sums, wide, strict=True)])
 
 
 def _each(of_two: Callable[[Array, Array], Array]) -> Callable[..., tuple[Array, ...]]:
