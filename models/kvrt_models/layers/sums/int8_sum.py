@@ -65,18 +65,19 @@ def integer_sums(
     if n_tokens == 1:
         x = x ^ _zeros(scale.reshape(n_groups // n, n, n_outputs)[:, :1])[None, ..., None, None]
     places = [(t, i, p) for t in range(n_tokens) for i in range(n) for p in range(parts)]
-    # Outputs are the outer axis, which XLA cuts for its cores: of three groups one would get two.
     terms = [
-        jnp.swapaxes(v[:, i, :, p].astype(jnp.int32) * x[t, :, i, :, p].astype(jnp.int32), 0, 1)
-        for t, i, p in places
+        v[:, i, :, p].astype(jnp.int32) * x[t, :, i, :, p].astype(jnp.int32) for t, i, p in places
     ]
+    # XLA cuts the outer axis for its cores: of three groups one core would get two, so a token
+    # alone has outputs there. With more tokens that takes longer.
+    swap = (lambda y: jnp.swapaxes(y, 0, 1)) if n_tokens == 1 else (lambda y: y)
     zeros = (np.int32(0),) * len(terms)
-    sums = lax.reduce(tuple(terms), zeros, _each(operator.add), (2,))
+    sums = map(swap, lax.reduce(tuple(map(swap, terms)), zeros, _each(operator.add), (2,)))
     of_place = dict(zip(places, sums, strict=True))
 
     def of_group(t: int, group: int) -> Array:
         k, i = divmod(group, n)
-        return _added([of_place[t, i, p][:, k] for p in range(parts)])
+        return _added([of_place[t, i, p][k] for p in range(parts)])
 
     return [[of_group(t, group) for group in range(n_groups)] for t in range(n_tokens)]
 
