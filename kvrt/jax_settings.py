@@ -23,6 +23,9 @@ _OWN: dict[str, tuple[tuple[Any, ...], Callable[[Any], AbstractContextManager]]]
     "jax_transfer_guard_device_to_device": (("allow", None), jax.transfer_guard_device_to_device),
     "jax_transfer_guard_device_to_host": (("allow", None), jax.transfer_guard_device_to_host),
 }
+# Of XLA, for each program that kvrt compiles: vectors as wide as the processor has them. With the
+# 256 bits that are XLA's default, LLVM counts in int32 and multiplies integers in 128.
+COMPILER_OPTIONS = {"xla_cpu_prefer_vector_width": 512}
 
 
 @contextlib.contextmanager

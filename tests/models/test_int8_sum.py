@@ -196,6 +196,13 @@ def calls(text):
     return [(x, bodies[re.search(r"calls=%([\w.\-]+)", x)[1]]) for x in lines]
 
 
+@pytest.mark.parametrize("size", [size for size in COMPILED if size[1] % 2])
+def test_cores_share_the_outputs_of_a_token_and_not_an_odd_number_of_groups(size):
+    text = compiled(int8_sum.sum_product, size, 1).as_text()
+    (line,) = (x for x, body in calls(text) if any(y.size == math.prod(size) for y in body))
+    assert re.search(rf"= \(s32\[{size[0]},\d+\]\{{1,0\}}", line)
+
+
 @pytest.mark.parametrize("size", COMPILED)
 def test_the_sum_reads_weights_once_and_writes_nothing_of_their_size(size):
     for n_tokens in (1, 2, 8):

@@ -68,8 +68,11 @@ def integer_sums(
     terms = [
         v[:, i, :, p].astype(jnp.int32) * x[t, :, i, :, p].astype(jnp.int32) for t, i, p in places
     ]
+    # XLA cuts the outer axis for its cores: of three groups one core would get two, so a token
+    # alone has outputs there. With more tokens that takes longer.
+    swap = (lambda y: jnp.swapaxes(y, 0, 1)) if n_tokens == 1 else (lambda y: y)
     zeros = (np.int32(0),) * len(terms)
-    sums = lax.reduce(tuple(terms), zeros, _each(operator.add), (2,))
+    sums = map(swap, lax.reduce(tuple(map(swap, terms)), zeros, _each(operator.add), (2,)))
     of_place = dict(zip(places, sums, strict=True))
 
     def of_group(t: int, group: int) -> Array:
