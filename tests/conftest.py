@@ -237,6 +237,15 @@ def numpy_device():
 
 
 @pytest.fixture(scope="module")
+def one_layer_a_program():
+    """For real models, whose programs take longest: the golden tests have those that users get."""
+    from tests.one_layer import one_layer_a_program  # late: the hook has to see its imports
+
+    with one_layer_a_program():
+        yield
+
+
+@pytest.fixture(scope="module")
 def zeros_of_numpy():
     """For caches that are made and counted, and hardly used: their zeros need no programs."""
 

@@ -197,6 +197,7 @@ BOUND = 0.01
 
 
 @pytest.mark.model
+@pytest.mark.usefixtures("one_layer_a_program")
 @pytest.mark.parametrize(
     "name", ["smollm2-135m", pytest.param("gemma3-270m", marks=pytest.mark.full)]
 )
