@@ -38,11 +38,6 @@ def pytest_addoption(parser):
         "that JAX takes; several times slower",
     )
     parser.addoption(
-        "--unchecked",
-        action="store_true",
-        help="no annotation is checked: a sixth faster, where the default suite runs the same code",
-    )
-    parser.addoption(
         "--programs",
         metavar="FOLDER",
         help="keep compiled programs there (write --programs=FOLDER): what one process compiles no "
@@ -56,10 +51,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if not config.getoption("--unchecked"):
-        jaxtyping.jaxtyped = typechecker.checked
-        hook = jaxtyping.install_import_hook("kvrt", None)
-        config.add_cleanup(hook.uninstall)
+    jaxtyping.jaxtyped = typechecker.checked
+    hook = jaxtyping.install_import_hook("kvrt", None)
+    config.add_cleanup(hook.uninstall)
     from tests.exact import compute_exactly  # late: the hook has to see its imports
 
     compute_exactly()
@@ -110,7 +104,7 @@ _LONG = {
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Workers begin with files of real models, then with long ones and those of many tests.
+    """Workers begin with files of real models, then with long ones and those of many slow tests.
 
     So none ends with a long one.
 
@@ -123,6 +117,8 @@ def pytest_collection_modifyitems(config, items):
     if not hasattr(config, "workerinput"):
         return
     n_tests = Counter(item.path for item in items)
+    # A slow test takes as long as ten others and more.
+    n_tests += Counter(item.path for item in items for _ in range(10) if _is_slow(item))
     real = {item.path for item in items if item.get_closest_marker("model")}
 
     def turn(item):
@@ -130,6 +126,17 @@ def pytest_collection_modifyitems(config, items):
         return item.path not in real, name not in _LONG, -n_tests[item.path]
 
     items.sort(key=turn)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Slow tests check no annotation: a sixth faster, and the default suite has their code."""
+    with typechecker.switched_off() if _is_slow(item) else contextlib.nullcontext():
+        return (yield)
+
+
+def _is_slow(item):
+    return any(mark.name in ("slow", "model") for mark in item.iter_markers())
 
 
 @pytest.fixture
@@ -226,6 +233,15 @@ def numpy_device():
     from tests.numpy_device.device import installed  # late: the hook has to see its imports
 
     with installed():
+        yield
+
+
+@pytest.fixture(scope="module")
+def one_layer_a_program():
+    """For real models, whose programs take longest: the golden tests have those that users get."""
+    from tests.one_layer import one_layer_a_program  # late: the hook has to see its imports
+
+    with one_layer_a_program():
         yield
 
 

@@ -24,9 +24,11 @@ _is_off = False
 def switched_off():
     """Annotations go unchecked: calls may give arguments of other types, as users do."""
     global _is_off
-    _is_off = True
-    yield
-    _is_off = False
+    before, _is_off = _is_off, True
+    try:
+        yield
+    finally:
+        _is_off = before
 
 
 def checked(fn=None, *, typechecker=None):

@@ -5,9 +5,8 @@ import json
 import pytest
 
 from kvrt.attention import registry
-from kvrt.attention.choice import decide
+from kvrt.attention.choice import decide, verdicts
 from kvrt.attention.choice.self_test import Verdict
-from kvrt.attention.choice.verdicts import Verdicts
 from kvrt.cli.batch.digest import Digests
 from kvrt.cli.commands import COMMANDS
 from kvrt.cli.flags.parse import parse_flags
@@ -29,8 +28,10 @@ def measured(monkeypatch):
 
 
 @pytest.fixture
-def tested(monkeypatch):
+def tested(monkeypatch, tmp_path):
     """Makes CPUs a platform with a kernel, which passes; the cases that it is tested in."""
+    # A process has one folder of programs, with verdicts beside them: here are none of other runs.
+    monkeypatch.setattr(verdicts, "folder_of_verdicts", lambda: tmp_path)
     found = []
 
     def test(case, kernel):
@@ -39,8 +40,7 @@ def tested(monkeypatch):
 
     monkeypatch.setattr(registry, "_PLATFORMS", {"fake": ("cpu",)})
     monkeypatch.setitem(registry.IMPLEMENTATIONS, "fake", registry.IMPLEMENTATIONS["chunked"])
-    verdicts = Verdicts(test)
-    monkeypatch.setattr(decide, "_verdicts", verdicts)
+    monkeypatch.setattr(decide, "_verdicts", verdicts.Verdicts(test))
     return found
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -73,13 +74,16 @@ def test_ctrl_c_ends_neatly_and_a_terminal_shows_a_bar(words, cache):
     import pty
 
     master, slave = pty.openpty()
-    process = start(words, cache, stdout=subprocess.PIPE, stderr=slave)
-    os.close(slave)
-    assert process.stdout is not None
-    first = process.stdout.read(200)
-    process.send_signal(signal.SIGINT)
-    rest = process.stdout.read()
-    shown = read_all(master)
+    # A terminal that nobody reads is full after 20 kB of a spinner, and stops who writes.
+    with ThreadPoolExecutor(1) as reader:
+        process = start(words, cache, stdout=subprocess.PIPE, stderr=slave)
+        os.close(slave)
+        written = reader.submit(read_all, master)
+        assert process.stdout is not None
+        first = process.stdout.read(200)
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read()
+        shown = written.result()
     os.close(master)
     process.stdout.close()
     assert process.wait(30) == 130

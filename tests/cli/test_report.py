@@ -224,6 +224,15 @@ def test_the_bar_of_a_prompt_has_a_rate_and_the_time_left(monkeypatch):
     assert re.search(r"1500/4000 750 tokens/s \S*:\S* left", text), text
 
 
+def test_what_is_waited_for_is_shown_however_short_the_wait_is(monkeypatch):
+    shown = Terminal()
+    monkeypatch.setattr("sys.stderr", shown)
+    monkeypatch.setenv("TERM", "xterm")
+    with status.waiting("compiling", wanted=True) as say:
+        say("reading")
+    assert 0 < shown.getvalue().index("compiling") < shown.getvalue().index("reading")
+
+
 @pytest.mark.parametrize(
     ("seconds", "wanted", "n"), [(0.0, True, 2), (60.0, True, 0), (0.0, False, 0)]
 )

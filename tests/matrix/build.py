@@ -11,8 +11,6 @@ from kvrt.attention import registry
 from kvrt.cache import checks
 from kvrt.policies import SCORED as POLICIES
 from kvrt.policies import AttentionSinks, ContextShift
-from kvrt.program.layers import by_layer
-from kvrt.program.layers.runs import layer_runs
 from kvrt.program.mesh import MeshSpec
 from kvrt.select_spec import DoubleSparsity
 from kvrt.serving.config import EngineConfig
@@ -25,6 +23,7 @@ from tests.matrix.axes import Cell
 from tests.matrix.drafted import speculation_of
 from tests.matrix.plaincache import CHANNELS, N_READ, N_RECENT, N_SINK, RUN, SCORED, SIZES
 from tests.matrix.plainmodel import N_KV, PlainModel
+from tests.one_layer import one_layer_a_program
 
 ATTENTION = {"xla": "chunked", "gpu": GPU, "tpu": TPU, "sparse": "chunked"}
 
@@ -177,15 +176,6 @@ def kernels_of_here():
     """The interpreted kernels count as this platform's, so that they are asked as on their own."""
     with mock.patch.dict(registry._PLATFORMS, {GPU: ("cpu",), TPU: ("cpu",)}):
         yield
-
-
-def one_layer_a_program():
-    """Runs of layers are of one layer each, where kvrt would take two small ones together."""
-
-    def each(layout, kinds, select, n_each=None):
-        return layer_runs(layout, kinds, select, 1)
-
-    return mock.patch.object(by_layer, "layer_runs", each)
 
 
 @functools.cache

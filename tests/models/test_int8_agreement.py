@@ -13,12 +13,10 @@ import pytest
 from flax import nnx
 from headers import GOLDEN
 
-from kvrt import CacheConfig, Runtime
 from kvrt_models.layers import int8
 from kvrt_models.layers.int8 import FORMS, Forms, Int8Matrix
 from kvrt_models.layers.linear import Linear
 from kvrt_models.load import load
-from scripts.experiments import divergence
 
 # Outputs, inputs, and inputs that share a scale: all, several groups, odd sizes, a single output.
 SIZES = [(24, 64, None), (40, 576, None), (9, 48, 16), (7, 33, None), (1, 97, None), (5, 27, 9)]
@@ -188,34 +186,3 @@ def test_a_token_has_its_logits_in_any_company(name):
         worst = apart(found, exact[:n])
         print(f"{name}: {form}, {n} tokens: {worst:.1e} of the spread")
         assert worst < TOY_BOUND
-
-
-# --- real models ----------------------------------------------------------------------------------
-
-# What docs/quantization.md states.
-BOUND = 0.01
-
-
-@pytest.mark.model
-@pytest.mark.parametrize(
-    "name", ["smollm2-135m", pytest.param("gemma3-270m", marks=pytest.mark.full)]
-)
-def test_a_step_of_any_size_gives_a_real_model_the_same_logits(name, budget):
-    """All tokens at once; the last 8 of them together, and each by itself; all of them by 8."""
-    model = load(name, dtype="int8")
-    n = budget(128, 512)
-    tokens = divergence.pieces(model.tokenizer, "hamlet")[:n]
-    at = Runtime(model.decoder, CacheConfig(n_ctx=n))
-    whole = np.asarray(at.append(tokens, out_ids=range(n - 8, n)))
-    found = {}
-    for size in (8, 1):
-        at.seq_rm(0, n - 8)
-        parts = [tokens[i : i + size] for i in range(n - 8, n, size)]
-        found[size] = np.concatenate([at.append(x, out_ids=range(len(x))) for x in parts])
-    at.clear()
-    for i in range(0, n, 8):
-        found["all by 8"] = at.append(tokens[i : i + 8], out_ids=range(8))
-    for size, rows in found.items():
-        worst = apart(np.asarray(rows), whole)
-        print(f"{size} at a time: {worst:.1e} of the spread from {n} at once")
-        assert worst < BOUND

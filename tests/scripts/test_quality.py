@@ -13,6 +13,8 @@ from kvrt_models.layers.linear import Linear
 from kvrt_models.load import load
 from scripts.experiments import divergence, quality
 
+pytestmark = pytest.mark.usefixtures("one_layer_a_program")
+OPTIMISED = True  # whole texts of a real model
 # Half of the tokens that docs/quantization.md reads and scores of each of three texts.
 N, N_SCORED = 256, 256
 

@@ -6,7 +6,7 @@ import pytest
 from kvrt import CacheConfig, Engine, EngineConfig, PromptLookup, Request, Speculation
 from kvrt_models.load import load
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_layer_a_program")]
 
 N_PREDICT, GAP = 24, 1e-4
 # One goes on repeating itself.

@@ -38,10 +38,14 @@ def waiting(what: str, wanted: bool) -> Iterator[Say]:
     if not (wanted and sys.stderr.isatty()):
         yield lambda text: None
         return
+    from rich.live import Live
+    from rich.spinner import Spinner
     from rich.text import Text
 
-    with output.console().status(Text(what)) as shown:
-        yield lambda text: shown.update(Text(text))
+    # Shown at once, where rich's own `status` waits for its thread: a short wait is named as well.
+    spinner = Spinner("dots", Text(what), style="status.spinner")
+    with Live(spinner, console=output.console(), refresh_per_second=12.5, transient=True):
+        yield lambda text: spinner.update(text=Text(text))
 
 
 def loads(options: Options) -> bool:
