@@ -2,9 +2,9 @@
 
 Run it with `python -m scripts.experiments.policies.kept_states`. A small hybrid, a layer of
 attention and one of gated linear recurrence, learns the bytes of docs/ and README.md at 128 tokens;
-the last bytes of each file are held out. Then it reads them in a cache of 128 cells: `keep` drops by the
-policy with `on_states="keep"`, `recompute` reads what a drop leaves anew, states included, `full`
-drops nothing. One JSON line a policy and way: perplexity of the tokens behind the first 128.
+the last bytes of each file are held out. Then it reads them in a cache of 128 cells: `keep` drops
+by the policy with `on_states="keep"`, `recompute` reads what a drop leaves anew, states included,
+`full` drops nothing. One JSON line a policy and way: perplexity of the tokens behind the first 128.
 """
 
 from collections.abc import Sequence
