@@ -37,10 +37,10 @@ def policy_name(policy: AnyPolicy) -> str:
 
 
 def __getattr__(name: str) -> object:
-    """Refuses names that have a successor."""
-    now = {"PolicyContext": "DropSchedule", "Advance": "Due"}.get(name)
-    remedy = f"; it is {now} now, whose `due(counts)` says what `advance` said" if now else ""
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{remedy}")
+    """Refuses names that have a successor; what is imported says so as well."""
+    if now := {"PolicyContext": "DropSchedule", "Advance": "Due"}.get(name):
+        raise ImportError(f"kvrt.policies.{name} is {now} since 2026-11-26; see Schedule.due")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [

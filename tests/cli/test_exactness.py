@@ -103,6 +103,14 @@ def test_reasons_stand_in_the_order_of_the_text():
     ]
 
 
+def test_states_that_keep_what_was_dropped_are_told():
+    drop = Approximation(by="context_shift", from_token=4, n_dropped=2, states=True)
+    said = "2 older tokens were dropped, recurrent states keep them (context_shift)"
+    assert drop.line == f"approximate from token 4 on: {said}"
+    told = {"by": "context_shift", "from_token": 4, "n_dropped": 2}
+    assert drop.fields == {**told, "on_states": "keep"}
+
+
 def test_every_policy_has_the_name_of_its_flag():
     assert [policy_name(kind(budget=512)) for kind in SCORED.values()] == list(SCORED)
 

@@ -154,7 +154,8 @@ REFUSED = (
         "refused",
         "policy takes positions out of a sequence, which the state .* cannot forget; do without it",
         "a state depends on all its tokens in their order, and none can be taken out of it: each "
-        "drop would compute what is kept once more",
+        'drop would compute what is kept once more; `on_states="keep"` drops in attention alone '
+        "in a Runtime and in an Engine's cells (`tests/policies/test_kept_states.py`)",
     ),
     Rule(
         "R17",

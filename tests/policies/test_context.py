@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, example, given
 
-from kvrt import CacheConfig, Runtime
+from kvrt import CacheConfig, Runtime, policies
 from kvrt.cache.schedules import DropPlan, plan_drops
 from kvrt.cellcache.host_cells import HostCells
 from kvrt.policies import AttentionSinks, ContextShift, Drop, DropSchedule, SeqCounts
@@ -100,3 +100,9 @@ def test_a_prompt_beyond_the_context_in_steps_as_long_as_it():
     at.append(list(range(20)))
     assert at.seq_pos_max() < 8
     assert sum(drop.n_dropped for drop in at.stats().drops) == 20 - 1 - at.seq_pos_max()
+
+
+def test_former_names_say_their_successors():
+    with pytest.raises(ImportError, match="PolicyContext is DropSchedule since"):
+        from kvrt.policies import PolicyContext  # noqa: F401
+    assert not hasattr(policies, "Whatever")

@@ -1,10 +1,10 @@
 """Perplexity where a policy drops in attention alone and recurrent states have all tokens.
 
-Run it with `python -m scripts.kept_states`. A small hybrid, a layer of attention and
-one of gated linear recurrence, learns the bytes of docs/ and README.md at 128 tokens; the last
-bytes of each file are held out. Then it reads them in a cache of 128 cells: `keep` drops by the
-policy with `on_states="keep"`, `recompute` reads what a drop leaves anew, states included, `full`
-drops nothing. One JSON line a policy and way: perplexity of the tokens behind the first 128.
+Run it with `python -m scripts.experiments.policies.kept_states`. A small hybrid, a layer of
+attention and one of gated linear recurrence, learns the bytes of docs/ and README.md at 128 tokens;
+the last bytes of each file are held out. Then it reads them in a cache of 128 cells: `keep` drops
+by the policy with `on_states="keep"`, `recompute` reads what a drop leaves anew, states included,
+`full` drops nothing. One JSON line a policy and way: perplexity of the tokens behind the first 128.
 """
 
 from collections.abc import Sequence
@@ -99,7 +99,7 @@ def gated(state: Any, row: Any) -> Any:
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[3]
     texts = [x.read_bytes() for x in sorted([*root.glob("docs/*.md"), root / "README.md"])]
     n = -(-_N_TOKENS.value // len(texts))
     model, loss = trained(np.frombuffer(b"".join(x[:-n] for x in texts), np.uint8))
