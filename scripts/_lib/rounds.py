@@ -137,7 +137,7 @@ def compared(makers: Mapping[str, Callable[[], Ready]], n_runs: int) -> dict[str
 def _side_by_side(
     makers: Mapping[str, Callable[[], Ready]], n_runs: int, found: dict[str, Timed]
 ) -> dict[str, Callable[[], Ready]]:
-    """Adds what is found of each side; those that have no room now."""
+    """Times sides beside each other; gives those that have no room now."""
     opened: dict[str, Ready] = {}
     full: dict[str, Callable[[], Ready]] = {}
     for name, make in makers.items():

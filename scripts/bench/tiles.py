@@ -5,7 +5,7 @@
 
 A line a kernel and size, for attention alone in the layers that see all. What gives another result
 than the rule's sizes is not taken, nor what does not compile. At the end the best sizes and the
-rule's are interleaved; a gain below two percent is none. `scripts.gpu_day` keeps what is found.
+rule's are interleaved; a gain below two percent is none. `scripts.gpu_day` collects these lines.
 """
 
 import dataclasses
