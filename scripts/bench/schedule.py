@@ -17,7 +17,6 @@ from kvrt.cells.edits import SeqEdit
 from kvrt.paged.pool import BlockPool
 from kvrt.paged.tiers.block_file import BlockFile
 from kvrt.paged.tiers.index import TierIndex
-from kvrt.policies import Drop
 from kvrt.serving import request as requests
 from kvrt.serving.request import Request, SeqState
 from kvrt.serving.scheduling.scheduler import Scheduler
@@ -69,13 +68,9 @@ class Endless:
         """Everything at once."""
         return n
 
-    def advance(self, state: SeqState, drops: Sequence[Drop]) -> None:
+    def edit(self, state: SeqState, edits: Sequence[SeqEdit]) -> None:
         """Never called."""
-        raise AssertionError("nobody has a policy")
-
-    def extend(self, state: SeqState, edits: Sequence[SeqEdit]) -> None:
-        """Never called."""
-        raise AssertionError("nobody has SelfExtend")
+        raise AssertionError("no request has a schedule")
 
     def fork(self, src: SeqState, dst: SeqState, n_tokens: int) -> bool:
         """Nobody forks."""
