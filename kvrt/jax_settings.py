@@ -25,7 +25,7 @@ _OWN: dict[str, tuple[tuple[Any, ...], Callable[[Any], AbstractContextManager]]]
 }
 # Of XLA, for each program that kvrt compiles: vectors as wide as the processor has them. With the
 # 256 bits that are XLA's default, LLVM counts in int32 and multiplies integers in 128.
-COMPILER_OPTIONS = {"xla_cpu_prefer_vector_width": 512}
+COMPILER_OPTIONS: dict[str, str | bool] = {"xla_cpu_prefer_vector_width": "512"}
 
 
 @contextlib.contextmanager
