@@ -26,6 +26,9 @@ _LEAST_INPUTS, _MOST_INPUTS = 64, 320
 _BLOCK = 32
 # Weights that are widened at a time: 1 MB of float32, which a core's second cache holds.
 MOST_WIDENED = 1 << 18
+# Tokens up to which a widened product has the matrix first: 1.15 to 1.3 times as fast at 16, as
+# fast at 64, slower at 128.
+_MOST_MATRIX_FIRST = 32
 # The steps of a remainder in one step of an activation's first eight bits.
 _STEPS = 254
 Limits = tuple[tuple[int, Form], ...]
@@ -175,7 +178,11 @@ def _by_widened(x: Array, matrix: Int8Matrix) -> Array:
     scale = matrix.scale.astype(jnp.float32) + _zero_after(x)
     wide = [v.astype(jnp.float32) * s[:, None] for v, s in zip(matrix.values, scale, strict=True)]
     whole = lax.optimization_barrier(jnp.concatenate(wide, axis=1))
-    return lax.dot_general(x, whole, (((1,), (1,)), ((), ())))
+    columns = (((1,), (1,)), ((), ()))
+    if x.shape[0] > _MOST_MATRIX_FIRST:
+        return lax.dot_general(x, whole, columns)
+    # The barrier keeps XLA from exchanging the two again.
+    return lax.optimization_barrier(lax.dot_general(whole, x, columns)).T
 
 
 def _in_pieces(size: int, x: Array, matrix: Int8Matrix) -> Array:
