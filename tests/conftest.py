@@ -238,7 +238,7 @@ def numpy_device():
 
 @pytest.fixture(scope="module")
 def one_layer_a_program():
-    """For real models, whose programs take longest: the golden tests have those that users get."""
+    """For real models with several KV dtypes or drafts, whose programs take longest."""
     from tests.one_layer import one_layer_a_program  # late: the hook has to see its imports
 
     with one_layer_a_program():

@@ -8,10 +8,10 @@ import pytest
 
 from kvrt.cli.main import main
 
-pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_layer_a_program")]
+pytestmark = pytest.mark.model
 
 # Steps of 64 tokens: a prompt is longer than a window of 512, and few sizes are compiled.
-MODEL, N, N_UBATCH, N_SHARED = "gemma3-270m", 16, 64, 128
+MODEL, N, N_UBATCH, N_SHARED = "gemma3-270m", 16, 64, 560
 GOLDEN = Path(__file__).parents[1] / "golden" / "gemma3" / "plain-long.npz"
 
 

@@ -5,10 +5,10 @@ import pytest
 from kvrt import CacheConfig, LayerSkip, PromptLookup, Runtime, Speculation
 from kvrt_models.load import load
 
-pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_layer_a_program")]
+pytestmark = pytest.mark.model
 
 N_PREDICT, GAP = 24, 1e-4
-# That of the golden cases.
+# That of the golden cases, and its programs: it takes longest to compile them.
 CONFIG = CacheConfig(n_ctx=1024, n_seq_max=2, swa_full=True, n_ubatch=32)
 PROMPTS = ("1, 2, 3,", "def main():", "Roses are red. " * 6)
 

@@ -7,7 +7,7 @@ from kvrt import CacheConfig, Engine, EngineConfig, Request
 from kvrt_models.load import load
 from tests.marks import full
 
-pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_layer_a_program")]
+pytestmark = pytest.mark.model
 
 
 def serve(engine, asked):

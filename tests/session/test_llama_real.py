@@ -9,7 +9,7 @@ from kvrt import CacheConfig, Runtime
 from kvrt.session.interop import llama_read
 from kvrt_models.load import load
 
-pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_layer_a_program")]
+pytestmark = pytest.mark.model
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 # llama.cpp rounds the new tokens' rows to f16 before they are seen, kvrt afterwards.
