@@ -40,7 +40,8 @@ def settled(model: Any, config: Any, policy: Any) -> CacheConfig:
             f"the policy is of type {type(policy).__name__}; give one of kvrt.policies, or an "
             "object with the members of kvrt.Policy"
         )
-    if config.on_states == "keep" and model.recurrent is None:
+    states: Any = model.recurrent  # pyright: ignore[reportAttributeAccessIssue]
+    if config.on_states == "keep" and states is None:
         raise BadConfig("on_states is 'keep', and the model has no recurrent layers; leave it out")
     return config.for_platform(jax.default_backend())
 
