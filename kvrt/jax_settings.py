@@ -23,9 +23,6 @@ _OWN: dict[str, tuple[tuple[Any, ...], Callable[[Any], AbstractContextManager]]]
     "jax_transfer_guard_device_to_device": (("allow", None), jax.transfer_guard_device_to_device),
     "jax_transfer_guard_device_to_host": (("allow", None), jax.transfer_guard_device_to_host),
 }
-# Of XLA, for each program that kvrt compiles: vectors as wide as the processor has them. With the
-# 256 bits that are XLA's default, LLVM counts in int32 and multiplies integers in 128.
-COMPILER_OPTIONS: dict[str, str | bool] = {"xla_cpu_prefer_vector_width": "512"}
 
 
 @contextlib.contextmanager
@@ -49,3 +46,12 @@ def set_for_process() -> None:
 def _others() -> list[str]:
     """Settings that are not kvrt's, mostly none."""
     return [x for x, (values, _) in _OWN.items() if getattr(jax.config, x) not in values]
+
+
+def compiler_options() -> dict[str, str | bool] | None:
+    """XLA's options for each program that kvrt compiles: on CPU vectors as wide as there are.
+
+    With the 256 bits that are XLA's default, LLVM counts in int32 and multiplies integers in 128.
+    """
+    on_cpu = jax.default_backend() == "cpu"
+    return {"xla_cpu_prefer_vector_width": "512"} if on_cpu else None

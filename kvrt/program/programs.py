@@ -25,7 +25,7 @@ from kvrt.arrays import AnyArray
 from kvrt.attention import registry
 from kvrt.attention.contract import Decoder, KindedDecoder, LayeredDecoder
 from kvrt.errors import BadConfig
-from kvrt.jax_settings import COMPILER_OPTIONS, own_settings
+from kvrt.jax_settings import compiler_options, own_settings
 from kvrt.program.disk_hits import CompileProgress, DiskHits
 from kvrt.program.labels.arrays import check_weights
 from kvrt.program.mesh import Placement
@@ -505,7 +505,7 @@ def _compile(
             with own_settings():
                 lowered = lower()
             with DiskHits() as hits:
-                compiled, n = lowered.compile(COMPILER_OPTIONS), hits.n
+                compiled, n = lowered.compile(compiler_options()), hits.n
         made.compiled.set_result((compiled, n))
     except BaseException as error:
         # Who waits for the program gets the error, and who wants it later tries again.

@@ -19,7 +19,7 @@ from jax import lax
 from kvrt.errors import SaveError, UsageError
 from kvrt.files import atomic
 from kvrt.files.cache_folder import cache_dir, private_folder
-from kvrt.jax_settings import COMPILER_OPTIONS
+from kvrt.jax_settings import compiler_options
 from kvrt_models.layers import int8
 
 Few = Literal["sum", "int8"]
@@ -82,7 +82,7 @@ def kept_fastest(processor: str) -> Few | None:
 def _runs(product: Callable[[jax.Array, Any], jax.Array], matrices: list[Any]) -> Callable[[], Any]:
     """Runs a compiled product with each of the matrices."""
     x = jnp.ones((1, _SIZE[1]), jnp.float32)
-    compiled = jax.jit(product).lower(x, matrices[0]).compile(COMPILER_OPTIONS)
+    compiled = jax.jit(product).lower(x, matrices[0]).compile(compiler_options())
 
     def run() -> None:
         jax.block_until_ready([compiled(x, matrix) for matrix in matrices])
