@@ -42,6 +42,7 @@ OF_MODELS = {
     "kvrt.files.cache_folder",
     "kvrt.files.kept",
     "kvrt.files.regular",
+    "kvrt.jax_settings",
     "kvrt.kv_types",
 }
 

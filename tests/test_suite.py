@@ -56,6 +56,6 @@ def test_the_lines_of_ci_run_every_test_once():
 
 def test_ci_draws_other_histories_each_day_and_waits_for_them():
     script = (ROOT / ".ci" / "run").read_text()
-    line = r'^python -m scripts\.soak --minutes 4 --seed "\$\(date -u \+%Y%m%d\)" > .* &$'
+    line = r'^python -m scripts\.soak --minutes 2 --seed "\$\(date -u \+%Y%m%d\)" > .* &$'
     assert re.search(line, script, re.MULTILINE)
     assert re.search(r'^wait "\$soak" \|\| \{ .*; exit 1; \}$', script, re.MULTILINE)

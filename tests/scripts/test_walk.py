@@ -12,8 +12,8 @@ pytestmark = pytest.mark.slow
 # Runtime have grown once, from 15 / 470 and 32 / 1,316: a call runs under kvrt's settings of JAX,
 # takes NumPy's integers, is refused in a forked process and after `close`, and holds Ctrl-C until
 # its step is whole; the step is that of rounds and of models with kinds of layers too. What is
-# traced looks for a file of its program first: 20 lines. What makes room knows policies and rounds of
-# SelfExtend as one schedule, and a sample its own: 6 and 4 lines.
+# traced looks for a file of its program first: 20 lines. What makes room knows policies and rounds
+# of SelfExtend as one schedule, and a sample its own: 6 and 4 lines.
 LIMITS = {
     "warm": (16, 520),
     "traced": (33, 1483),
