@@ -38,6 +38,7 @@ SAMPLE = {
     "cache_type_k": "f16",
     "cache_type_v": "bf16",
     "rope": "read",
+    "on_states": "keep",
     "attention": "pallas_gpu",
     "n_ubatch": "32",
     "defrag_thold": "0.5",
