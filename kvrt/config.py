@@ -281,7 +281,8 @@ class SelfExtend:
       kind: "cache" moves the positions of cells, w tokens at a time, as llama.cpp's completion tool
         does: no cost but a K-shift a round, and between 0 and w tokens with positions of their own.
         "paper" leaves the cache alone and compares a query with keys less than w back by exact
-        positions, with others by grouped ones; it needs rope="read".
+        positions, with others by grouped ones: with rope="write" keys that are beyond rotate by
+        the difference when they are read.
 
     Source: arXiv:2401.01325, sec. 3; llama.cpp `-gan`, `-gaw`.
     """
@@ -399,10 +400,11 @@ class CacheConfig:
             )
         _check(self.rope in ("write", "read"), f"rope is {self.rope!r}; 'write' or 'read'")
         is_quantized = any(t in CODECS for t in by_group(self.type_k))
+        paper = self.self_extend is not None and self.self_extend.kind == "paper"
         _check(
-            self.rope == "write" or not self.hadamard or not is_quantized,
-            "hadamard transforms keys after RoPE, and with rope='read' RoPE comes last; use "
-            "rope='write', or keys of a float type",
+            (self.rope == "write" and not paper) or not self.hadamard or not is_quantized,
+            "hadamard transforms keys after RoPE, and with rope='read' or SelfExtend as in the paper "
+            "RoPE comes last; use rope='write' without it, or keys of a float type",
         )
         _check(
             self.programs in ("auto", "by_layer", "whole"),
@@ -417,9 +419,3 @@ class CacheConfig:
         check_config(self.select, self)
         threshold = self.defrag_threshold
         _check(0 <= threshold <= 1, f"defrag_threshold is {threshold}; it must lie in [0, 1]")
-        paper = self.self_extend is not None and self.self_extend.kind == "paper"
-        _check(
-            self.rope == "read" or not paper,
-            f"SelfExtend as in the paper rotates each key in two ways, rope is {self.rope!r}; "
-            "use rope='read'",
-        )

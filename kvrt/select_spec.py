@@ -188,6 +188,12 @@ def check_config(select: Select | None, config: Any) -> None:
         "select compares labels of keys as they are stored, and RoPE pairs channels and moves "
         "extremes, so unrotated keys have none; use rope='write'",
     )
+    extend = config.self_extend
+    _check(
+        extend is None or extend.kind == "cache",
+        "select compares labels of keys by exact positions, and SelfExtend as in the paper compares "
+        "far keys by grouped ones; leave select out, or take kind='cache'",
+    )
     _check(
         config.block_size % UNIT == 0,
         f"select reads {UNIT} cells at a time, block_size is {config.block_size}; make it a "

@@ -1,8 +1,8 @@
 """SelfExtend as the paper defines it: exact positions near a query, grouped ones beyond.
 
 A query at p sees a key at r less than W back by their exact positions; any other by r // G, as if
-it stood at p // G + W - W // G, so that distances go on from W without a gap. Keys must be
-stored unrotated, for each is rotated in both ways.
+it stood at p // G + W - W // G, so that distances go on from W without a gap. Keys that are stored
+unrotated are rotated in both ways; those that are stored rotated, by the difference of both.
 
 Source: arXiv:2401.01325, sec. 3.2.
 """
@@ -67,27 +67,32 @@ def uses_grouped_positions(group: GroupSpec, config: CacheConfig) -> bool:
     return reads and group.mask.kind == "full" and group.rope is not None
 
 
-def grouped_tables(spec: RopeSpec, view: AnyView, n_ctx: int, extend: SelfExtend) -> GroupedTables:
-    """Rotations to grouped positions for the tokens and the cells of `view`."""
+def grouped_tables(
+    spec: RopeSpec, view: AnyView, n_ctx: int, extend: SelfExtend, *, unrotated: bool
+) -> GroupedTables:
+    """Rotations to grouped positions for the tokens of `view`, and for its cells as stored."""
     n, w = extend.ga_n, extend.ga_w
     own = jnp.asarray(view.pos) // n
-    queries = dataclasses.replace(view, pos=own + (w - w // n), cell_pos=view.cell_pos // n)
+    cells = view.cell_pos // n - (0 if unrotated else view.cell_pos)
+    queries = dataclasses.replace(view, pos=own + (w - w // n), cell_pos=cells)
     keys = dataclasses.replace(view, pos=own)
     return GroupedTables(
-        queries=rope.make(spec, queries, n_ctx, unrotated=True),
+        queries=rope.make(spec, queries, n_ctx, unrotated=unrotated, moved=not unrotated),
         keys=rope.make(spec, keys, n_ctx, unrotated=False),
         ga_w=w,
     )
 
 
-def for_one_query(view: BlockView, extend: SelfExtend) -> BlockView:
+def for_one_query(view: BlockView, extend: SelfExtend, *, unrotated: bool) -> BlockView:
     """The view of a single token, its cells at the positions that give grouped distances.
 
     Only distances count, so a key beyond the window moves by as much as its query would: one
-    rotation and one product for each key, as without SelfExtend.
+    rotation and one product for each key, as without SelfExtend. Of keys that are stored rotated
+    it has by how much they move.
     """
     n, w = extend.ga_n, extend.ga_w
     pos = jnp.asarray(view.pos)[0]
     moved = view.cell_pos // n + (pos - pos // n - (w - w // n))
     near = pos - view.cell_pos < w
-    return dataclasses.replace(view, cell_pos=jnp.where(near, view.cell_pos, moved))
+    cells = jnp.where(near, view.cell_pos, moved) - (0 if unrotated else view.cell_pos)
+    return dataclasses.replace(view, cell_pos=cells)

@@ -22,8 +22,8 @@ from kvrt.store.shards import CELLS
 class RopeTables:
     """Cosines and sines, times the magnitude of the rule; `tokens` as `store.rope.rotate_by` wants.
 
-    `cell_cos` and `cell_sin` are None where keys are stored rotated; else only the listed blocks
-    are filled, the others hold zeros and are never read. Of the tokens' channels those from `first`
+    `cell_cos` and `cell_sin` are None where keys are compared as they are stored; else only the
+    listed blocks are filled, the others hold zeros and are never read. Of the tokens' channels those from `first`
     on are rotated: before them comes a latent, which a cache has in another array than its keys.
     """
 
@@ -35,7 +35,7 @@ class RopeTables:
 
     @property
     def cells(self) -> tuple[Array, Array] | None:
-        """Cosines and sines of the cells where keys are stored unrotated, else None."""
+        """Cosines and sines of the cells where their keys are to be rotated, else None."""
         if self.cell_cos is None or self.cell_sin is None:
             return None
         return self.cell_cos, self.cell_sin
@@ -78,19 +78,31 @@ def _joined(table: Float[Array, "N R B"], ids: Int32[Array, " _"]) -> Float[Arra
     return jnp.transpose(found, (1, 0, 2)).reshape(found.shape[1], -1)
 
 
-def make(spec: RopeSpec, view: AnyView, n_ctx: int, *, unrotated: bool) -> RopeTables:
-    """Tables for the tokens of `view`, and for unrotated keys those of the cells it reads."""
+def make(
+    spec: RopeSpec, view: AnyView, n_ctx: int, *, unrotated: bool, moved: bool = False
+) -> RopeTables:
+    """Tables for the tokens of `view`, and for the cells it reads where their keys are rotated.
+
+    Args:
+      spec: how.
+      view: positions of its tokens and its cells.
+      n_ctx: cells of the cache.
+      unrotated: keys are stored so, and are rotated to the cells' positions.
+      moved: they are stored rotated, and go on by so many positions as the view has for positions
+        of cells. What the rule multiplies them by, they have already.
+    """
     freqs = jnp.asarray(rope.frequencies(spec, n_ctx))
     scale = jnp.float32(rope.magnitude(spec, n_ctx))
     cos, sin = rope.angles(freqs, view.pos)
-    cells = _of_cells(freqs, scale, view) if unrotated else (None, None)
+    by = jnp.float32(1) if moved else scale
+    cells = _of_cells(freqs, by, view) if unrotated or moved else (None, None)
     # Without the barrier XLA makes the cosines anew in every layer, for queries and keys apart.
     tokens = lax.optimization_barrier(rope.by_channel(cos * scale, sin * scale, spec.layout))
     return RopeTables(tokens=tokens, cell_cos=cells[0], cell_sin=cells[1], layout=spec.layout)
 
 
 def _of_cells(freqs: Array, scale: Array, view: AnyView) -> tuple[Array, ...]:
-    """Cosines and sines of the cells that a view reads, whose keys are stored unrotated."""
+    """Cosines and sines of the cells that a view reads, whose keys are to be rotated."""
     made = functools.partial(_cell_tables, freqs)
     return tuple(table * scale for table in by_block(made, view))
 

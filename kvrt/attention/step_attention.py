@@ -259,7 +259,7 @@ class StepAttention:
         qkv = TokenQKV(q=compared[0], k=compared[1], v=v, grouped=at_grouped)
         how = LayerAttention(
             group=here.group,
-            rope=part.rope if self.unrotated else None,
+            rope=part.rope if part.rope and part.rope.cells else None,
             grouped=part.grouped and part.grouped.cells,
             sinks=sinks,
             implementation=self.implementation,
@@ -335,13 +335,15 @@ def step_attention(
 
 def _group_view(view: AnyView, group: GroupSpec, config: CacheConfig) -> GroupView:
     at_exact, at_grouped, extend = view, None, config.self_extend
+    tables, raw = None, config.rope == "read"
     if group.rope and extend and grouped.uses_grouped_positions(group, config):
         if view.n_tokens == 1 and isinstance(view, BlockView):
-            at_exact = grouped.for_one_query(view, extend)
+            at_exact = grouped.for_one_query(view, extend, unrotated=raw)
         else:
-            at_grouped = grouped.grouped_tables(group.rope, view, config.n_ctx, extend)
-    tables, unrotated = None, config.rope == "read"
+            n_ctx = config.n_ctx
+            at_grouped = grouped.grouped_tables(group.rope, view, n_ctx, extend, unrotated=raw)
     if group.rope:
-        tables = rope.make(group.rope, at_exact, config.n_ctx, unrotated=unrotated)
+        moved = at_exact is not view and not raw
+        tables = rope.make(group.rope, at_exact, config.n_ctx, unrotated=raw, moved=moved)
     found = GroupView(view=view, rope=tables, grouped=at_grouped)
     return found.behind(group.latent_rank) if group.latent_rank else found

@@ -69,7 +69,7 @@ class LayerAttention:
 
     Attributes:
       group: mask, scale and soft cap.
-      rope: rotates cached keys that are stored unrotated; None where none needs it.
+      rope: rotates cached keys as they are read; None where they are compared as stored.
       grouped: rotates them to grouped positions (SelfExtend as in the paper); None compares all
         by their exact positions.
       sinks: a logit a query head that takes weight and gives no value, or None. `[Q]`

@@ -214,8 +214,7 @@ class ExtendFlags(Options):
     )
     self_extend: ExtendKind = _policy(
         "cache",
-        "SelfExtend by moving cells, without context shift, or as in the paper, which needs --rope "
-        "read",
+        "SelfExtend by moving cells, without context shift, or as in the paper",
     )
 
 

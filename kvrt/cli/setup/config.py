@@ -118,8 +118,6 @@ def extend_config(options: EvalFlags | BatchOptions) -> SelfExtend | None:
     """
     if options.grp_attn_n == 1:
         return None
-    if options.self_extend == "paper" and options.rope != "read":
-        raise UsageError("--self_extend paper rotates each key in two ways; add --rope read")
     return SelfExtend(**taken("SelfExtend", options))
 
 
