@@ -281,8 +281,8 @@ class SelfExtend:
       kind: "cache" moves the positions of cells, w tokens at a time, as llama.cpp's completion tool
         does: no cost but a K-shift a round, and between 0 and w tokens with positions of their own.
         "paper" leaves the cache alone and compares a query with keys less than w back by exact
-        positions, with others by grouped ones: with rope="write" keys that are beyond rotate by
-        the difference when they are read.
+        positions, with others by grouped ones: each key beyond is rotated when it is read, with
+        rope="write" by the difference of its two positions.
 
     Source: arXiv:2401.01325, sec. 3; llama.cpp `-gan`, `-gaw`.
     """
@@ -403,8 +403,8 @@ class CacheConfig:
         paper = self.self_extend is not None and self.self_extend.kind == "paper"
         _check(
             (self.rope == "write" and not paper) or not self.hadamard or not is_quantized,
-            "hadamard transforms keys after RoPE, and with rope='read' or SelfExtend as in the paper "
-            "RoPE comes last; use rope='write' without it, or keys of a float type",
+            "hadamard transforms keys after RoPE, and with rope='read' or SelfExtend as in the "
+            "paper RoPE comes last; use rope='write' without it, or keys of a float type",
         )
         _check(
             self.programs in ("auto", "by_layer", "whole"),

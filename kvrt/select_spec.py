@@ -191,8 +191,8 @@ def check_config(select: Select | None, config: Any) -> None:
     extend = config.self_extend
     _check(
         extend is None or extend.kind == "cache",
-        "select compares labels of keys by exact positions, and SelfExtend as in the paper compares "
-        "far keys by grouped ones; leave select out, or take kind='cache'",
+        "select chooses by labels of keys at exact positions, and SelfExtend as in the paper "
+        "compares far keys at grouped ones; leave select out, or use kind='cache'",
     )
     _check(
         config.block_size % UNIT == 0,

@@ -72,8 +72,8 @@ def grouped_tables(
 ) -> GroupedTables:
     """Rotations to grouped positions for the tokens of `view`, and for its cells as stored."""
     n, w = extend.ga_n, extend.ga_w
-    own = jnp.asarray(view.pos) // n
-    cells = view.cell_pos // n - (0 if unrotated else view.cell_pos)
+    own, cells = jnp.asarray(view.pos) // n, view.cell_pos // n
+    cells = cells if unrotated else cells - view.cell_pos
     queries = dataclasses.replace(view, pos=own + (w - w // n), cell_pos=cells)
     keys = dataclasses.replace(view, pos=own)
     return GroupedTables(
@@ -87,12 +87,13 @@ def for_one_query(view: BlockView, extend: SelfExtend, *, unrotated: bool) -> Bl
     """The view of a single token, its cells at the positions that give grouped distances.
 
     Only distances count, so a key beyond the window moves by as much as its query would: one
-    rotation and one product for each key, as without SelfExtend. Of keys that are stored rotated
-    it has by how much they move.
+    rotation and one product for each key. Of keys that are stored rotated the view has by how
+    much each moves, for positions of cells.
     """
     n, w = extend.ga_n, extend.ga_w
     pos = jnp.asarray(view.pos)[0]
     moved = view.cell_pos // n + (pos - pos // n - (w - w // n))
     near = pos - view.cell_pos < w
-    cells = jnp.where(near, view.cell_pos, moved) - (0 if unrotated else view.cell_pos)
+    cells = jnp.where(near, view.cell_pos, moved)
+    cells = cells if unrotated else cells - view.cell_pos
     return dataclasses.replace(view, cell_pos=cells)

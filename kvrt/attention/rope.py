@@ -1,4 +1,4 @@
-"""RoPE of one step: tables for its tokens, and for the cells it reads where keys are unrotated.
+"""RoPE of one step: tables for its tokens, and for cells whose keys it rotates.
 
 Both are made once a step and shared by all layers of a group.
 """
@@ -23,8 +23,9 @@ class RopeTables:
     """Cosines and sines, times the magnitude of the rule; `tokens` as `store.rope.rotate_by` wants.
 
     `cell_cos` and `cell_sin` are None where keys are compared as they are stored; else only the
-    listed blocks are filled, the others hold zeros and are never read. Of the tokens' channels those from `first`
-    on are rotated: before them comes a latent, which a cache has in another array than its keys.
+    listed blocks are filled, the others hold zeros and are never read. Of the tokens' channels
+    those from `first` on are rotated: before them comes a latent, which a cache has in another
+    array than its keys.
     """
 
     tokens: Float[Array, "2 T C"]
@@ -88,8 +89,8 @@ def make(
       view: positions of its tokens and its cells.
       n_ctx: cells of the cache.
       unrotated: keys are stored so, and are rotated to the cells' positions.
-      moved: they are stored rotated, and go on by so many positions as the view has for positions
-        of cells. What the rule multiplies them by, they have already.
+      moved: they are stored rotated, and move by as many positions as the view has in `cell_pos`.
+        They have the magnitude of the rule already.
     """
     freqs = jnp.asarray(rope.frequencies(spec, n_ctx))
     scale = jnp.float32(rope.magnitude(spec, n_ctx))

@@ -62,7 +62,7 @@ class SumsOf(Protocol):
         Args:
           work: block lists with their queries.
           kv: cached keys and values of the layer, in blocks.
-          how: mask, scale and soft cap, and what rotates unrotated keys; sinks are ignored.
+          how: mask, scale and soft cap, and what rotates cached keys; sinks are ignored.
 
         Returns:
           Sums over the listed blocks; the step's own tokens are not among them.

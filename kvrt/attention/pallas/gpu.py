@@ -78,7 +78,7 @@ def choose_tiling(
       work: block lists with their queries.
       keys: of the layer.
       values: of the layer.
-      table_bytes: what rotates an unrotated key, for each cell.
+      table_bytes: what rotates a cached key, for each cell.
       measured: of `SIZES`, in place of what follows from shapes alone.
 
     Raises:
@@ -145,7 +145,7 @@ def sums(
     tables = how.rope and how.rope.cells
     if tiling is None:
         table_bytes = sum(x.shape[1] * x.dtype.itemsize for x in tables or ())
-        # Measured over rotated keys.
+        # Measured over keys that are not rotated.
         found = None if tables else tiles.measured_sizes("gpu", work, keys, values, table)
         tiling = choose_tiling(work, keys, values, table_bytes, found)
     arrays = _arrays(work, keys, values, tables)

@@ -15,7 +15,7 @@ out is the same; what differs:
   rounding, and in the shadow of memory for a few queries.
 - Positions and owners of a tile lie side by side, so that they are one copy of the pipeline.
 
-What it does not read (grouped heads of other sizes, integers below eight bits, unrotated keys) it
+What it does not read (grouped heads of other sizes, integers below eight bits, keys to rotate) it
 refuses; `gpu` does. Without an `end` of its own XLA ends a decode step.
 
 Source: arXiv:2205.14135; arXiv:1904.06376 (products of float32 as bfloat16 terms).
@@ -158,7 +158,10 @@ def choose_sizes(work: common.KernelWork, keys: KVArray, values: KVArray) -> mos
 
 def _refuse(work: common.KernelWork, keys: KVArray, values: KVArray, how: LayerAttention) -> None:
     if how.rope is not None and how.rope.cells is not None:
-        raise NoKernel("'mosaic_gpu' does not rotate keys; use rope='write' or 'pallas_gpu'")
+        raise NoKernel(
+            "'mosaic_gpu' does not rotate keys; use rope='write' without SelfExtend as in the "
+            "paper, or 'pallas_gpu'"
+        )
     for x in (keys, values):
         if isinstance(x, Quantized) and (x.codec.bits != 8 or x.codec.affine):
             raise NoKernel(

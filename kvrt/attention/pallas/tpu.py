@@ -87,7 +87,7 @@ def sums(
     Args:
       work: as there.
       kv: as there; neither f16 nor less than eight bits.
-      how: as there; RoPE of unrotated keys must be of the layout "neox".
+      how: as there; RoPE of cached keys must be of the layout "neox".
       interpret: runs the kernel's program as XLA operations, on any device: for tests.
       table: of measured sizes, in place of the one that kvrt comes with.
 
@@ -95,8 +95,8 @@ def sums(
       BadConfig: the table has sizes that this kernel does not know.
     """
     n_lists, n_kv, p, d = work.q.shape
-    unrotated = how.rope is not None and how.rope.cells
-    found = {} if unrotated else tiles.measured_sizes("tpu", work, *common.readable(kv), table)
+    rotates = how.rope is not None and how.rope.cells
+    found = {} if rotates else tiles.measured_sizes("tpu", work, *common.readable(kv), table)
     tiles.check_names(found, SIZES)
     shape, blocked = _shape(work, kv, how, found.get("pass_bytes", _PASS_BYTES))
     n_side, n_queries = shape.n_side, min(found.get("queries", _QUERIES), -(-p // 16) * 16)
@@ -180,7 +180,7 @@ def _grid_spec(
     )
 
 
-def _refuse(keys: KVArray, values: KVArray, unrotated: RopeTables | None) -> None:
+def _refuse(keys: KVArray, values: KVArray, rope: RopeTables | None) -> None:
     for x in (keys, values):
         if isinstance(x, Quantized) and x.codec.bits < 8:
             raise NoKernel(
@@ -192,10 +192,10 @@ def _refuse(keys: KVArray, values: KVArray, unrotated: RopeTables | None) -> Non
                 "a cache or scales of f16: TPUs have no such vectors; take bf16 or int8, or "
                 "attention='chunked'"
             )
-    if unrotated is not None and unrotated.layout != "neox":
+    if rope is not None and rope.layout != "neox":
         raise NoKernel(
-            "unrotated keys of which RoPE rotates pairs of neighbours: the TPU kernel rotates "
-            "halves; use rope='write' or attention='chunked'"
+            "cached keys of which RoPE rotates pairs of neighbours: the TPU kernel rotates halves; "
+            "use rope='write' without SelfExtend as in the paper, or attention='chunked'"
         )
 
 

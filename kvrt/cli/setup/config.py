@@ -16,7 +16,6 @@ from kvrt.cli.process import output
 from kvrt.cli.setup.flag_map import taken
 from kvrt.cli.setup.select import select_config
 from kvrt.config import CacheConfig, SelfExtend
-from kvrt.errors import UsageError
 from kvrt.kv_types import KeyDtypes, KVDtypes, default_kv_dtype
 from kvrt.program.estimate import most_tokens, of_cells
 from kvrt_models.spec import DecoderSpec

@@ -37,13 +37,13 @@ def with_rotated_keys(snapshot: Snapshot, groups: Sequence[GroupSpec], what: str
       SessionMismatch: SelfExtend as in the paper, which compares a key with queries in two ways.
     """
     said = snapshot.fingerprint
-    if said["rope"] != "read":
-        return snapshot
     if (said["self_extend"] or {}).get("kind") == "paper":
         raise SessionMismatch(
             f"{what} holds a key at one position, SelfExtend as in the paper reads it at two; use "
             "SelfExtend in the cache, or none"
         )
+    if said["rope"] != "read":
+        return snapshot
     by_group = [
         _Keys(group, _n_ctx(said, i), kv_arrays.kinds(said, i)[0], i)
         for i, group in enumerate(groups)
