@@ -148,7 +148,7 @@ CHANGES = {
     ),
     SelfExtend: (
         SelfExtend(ga_n=2, ga_w=8),
-        lambda x: digest(config=CacheConfig(rope="read", self_extend=x)),
+        lambda x: digest(config=CacheConfig(self_extend=x)),
         {"ga_n": 4, "ga_w": 16, "kind": "paper"},
     ),
     CacheConfig: (
@@ -341,7 +341,7 @@ FLAGS = {
     "refresh_every": (16, {"policy": "sparse_window", "n_read": 96}),
     "grp_attn_n": (2, {}),
     **{name: (256, {"grp_attn_n": 2}) for name in ("grp_attn_w",)},
-    "self_extend": ("paper", {"grp_attn_n": 2, "rope": "read"}),
+    "self_extend": ("paper", {"grp_attn_n": 2}),
     "window_sinks": (4, {}),
     "block_size": (64, {"cache_type_k": "kivi4", "block_size": 32}),
     "hash_block_size": (32, {"cache_type_k": "kivi4", "block_size": 64}),

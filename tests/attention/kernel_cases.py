@@ -28,7 +28,11 @@ FULL = MaskSpec()
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What changes the program. The last token is padding where there are several."""
+    """What changes the program. The last token is padding where there are several.
+
+    Keys are stored unrotated where there is RoPE, but for `write`, where they are rotated from
+    their exact positions to grouped ones.
+    """
 
     tokens: int = 1
     heads: int = 1
@@ -46,6 +50,7 @@ class Form:
     rows: bool = False
     raw: RopeSpec | None = None
     extend: SelfExtend | None = None
+    write: bool = False
     dtype: str = "float32"
     in_order: bool = False
 
@@ -263,9 +268,10 @@ def calls(form, kernel):
 
 def bundled(form, tokens, rows, view, sinks, **how):
     """The four arguments of attention."""
-    tables = form.raw and rope.make(form.raw, view, 64, unrotated=True)
+    raw = not form.write
+    tables = rope.make(form.raw, view, 64, unrotated=True) if form.raw and raw else None
     (q, k, v), (keys, values) = tokens, rows
-    far = form.extend and grouped.grouped_tables(form.raw, view, 64, form.extend)
+    far = form.extend and grouped.grouped_tables(form.raw, view, 64, form.extend, unrotated=raw)
     how = LayerAttention(
         group=form.group, rope=tables, grouped=far and far.cells, sinks=sinks, **how
     )

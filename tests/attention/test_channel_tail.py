@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvrt import GroupSpec, MaskSpec, RopeSpec
-from kvrt.attention import rope
+from kvrt import GroupSpec, MaskSpec, RopeSpec, SelfExtend
+from kvrt.attention import grouped, rope
 from kvrt.attention.pallas import attend as pallas_attend
 from kvrt.attention.pallas import gpu
 from kvrt.attention.reference import attend as judge
@@ -42,7 +42,7 @@ def cached(type_k, n_written):
     return LayerKV(k=store.k[0], v=store.v[0])
 
 
-def asked(tokens, lists, *, n_written, mask, unrotated):
+def asked(tokens, lists, *, n_written, mask, unrotated, extend=None):
     """Queries of some tokens behind the text, with one list or, where lists are 2, one each."""
     rng = np.random.default_rng(2)
     pos = np.arange(n_written, n_written + tokens, dtype=np.int32)
@@ -66,14 +66,22 @@ def asked(tokens, lists, *, n_written, mask, unrotated):
     q, k, v = (
         jnp.asarray(rng.standard_normal((tokens, n, D)), jnp.float32) for n in (4, N_KV, N_KV)
     )
-    return TokenQKV(q=q, k=k, v=v), view, LayerAttention(group=group, rope=tables)
+    if extend is None:
+        return TokenQKV(q=q, k=k, v=v), view, LayerAttention(group=group, rope=tables)
+    far = grouped.grouped_tables(ROPE, view, 512, extend, unrotated=unrotated)
+    how = LayerAttention(group=group, rope=tables, grouped=far.cells)
+    return TokenQKV(q=q, k=k, v=v, grouped=far.tokens(q, k)), view, how
 
 
+EXTEND = SelfExtend(ga_n=4, ga_w=24, kind="paper")
 CASES = {
     "one": dict(tokens=1, lists=1, n_written=N - 7, mask=MaskSpec(), unrotated=False),
     "prompt, unrotated": dict(tokens=5, lists=1, n_written=N - 7, mask=WINDOW, unrotated=True),
     "several": dict(tokens=3, lists=2, n_written=N - 7, mask=MaskSpec(), unrotated=False),
     "all in the tail": dict(tokens=2, lists=1, n_written=60, mask=MaskSpec(), unrotated=True),
+    "grouped, rotated": dict(
+        tokens=3, lists=2, n_written=N - 7, mask=MaskSpec(), unrotated=False, extend=EXTEND
+    ),
 }
 
 

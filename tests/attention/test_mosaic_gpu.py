@@ -87,6 +87,10 @@ def test_lowers_without_a_gpu():
         (Form(d=32, block=16), "32, 32 channels and 16 cells; use 'pallas_gpu'"),
         (Form(d=64, block=64, k="int4", v="int4"), "eight bits without a zero point, not 4 bits"),
         (Form(d=64, block=64, raw=RopeSpec(n_rot=64)), "does not rotate keys; use rope='write'"),
+        (
+            dataclasses.replace(kernel_cases.GROUPED, d=64, block=64, write=True),
+            "use rope='write' without SelfExtend as in the paper, or 'pallas_gpu'",
+        ),
         (Form(d=256, block=64), "f32 in heads of 128 channels at most, these have 256"),
     ],
 )

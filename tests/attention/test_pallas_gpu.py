@@ -35,8 +35,14 @@ WIDE = {
     "many-own": kernel_cases.MANY_OWN,
     "grouped": dataclasses.replace(kernel_cases.GROUPED, tokens=5, k="int4", v="q8_0", d=32),
     "rows-grouped": dataclasses.replace(kernel_cases.GROUPED, tokens=3, rows=True),
+    "rows-grouped-write": dataclasses.replace(
+        kernel_cases.GROUPED, tokens=3, rows=True, k="int8", v="int8", write=True
+    ),
     "many-own-grouped": dataclasses.replace(
         kernel_cases.GROUPED, tokens=pallas_attend.OWN + 9, in_order=True, cap=3.0
+    ),
+    "many-own-grouped-write": dataclasses.replace(
+        kernel_cases.GROUPED, tokens=pallas_attend.OWN + 9, in_order=True, write=True
     ),
     "rows-raw-plain": Form(
         tokens=3,

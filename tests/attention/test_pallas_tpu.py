@@ -45,6 +45,9 @@ FORMS = {
     ),
     "many-own": kernel_cases.MANY_OWN,
     "grouped": dataclasses.replace(kernel_cases.GROUPED, tokens=5, k="int8", block=128, blocks=2),
+    "grouped-write": dataclasses.replace(
+        kernel_cases.GROUPED, tokens=5, k="int8", block=128, blocks=2, write=True
+    ),
     "two-tiles-of-queries": Form(tokens=150, d=8, kv_heads=1, block=128, blocks=2),
 }
 HALF = Form(heads=4, d=32, k="bf16", v="int8", dtype="bfloat16", tokens=2, block=128, blocks=3)

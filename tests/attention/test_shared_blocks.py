@@ -112,7 +112,7 @@ class Case:
     def attended(self, view, sinks=None, implementation="chunked", extend=None):
         unrotated = self.mode == "read"
         tables = rope.make(ROPE, view, N * B, unrotated=unrotated)
-        far = extend and grouped.grouped_tables(ROPE, view, N * B, extend)
+        far = extend and grouped.grouped_tables(ROPE, view, N * B, extend, unrotated=unrotated)
         how = LayerAttention(
             group=self.group,
             rope=tables if unrotated else None,
@@ -211,13 +211,17 @@ def test_keys_that_are_rotated_when_they_are_read(dtype):
         assert_equal(case.attended(case.view(runs)), case.by_hand())
 
 
-@pytest.mark.parametrize("implementation", ["chunked", full(GPU)])
-def test_grouped_positions_reach_what_is_shared(implementation):
+@pytest.mark.parametrize(
+    ("mode", "implementation"),
+    [("read", "chunked"), slow("write", "chunked"), full("read", GPU), full("write", GPU)],
+)
+def test_grouped_positions_reach_what_is_shared(mode, implementation):
     """SelfExtend as in the paper: as without runs, which its own tests judge."""
-    case, extend = Case(mode="read"), SelfExtend(ga_n=2, ga_w=6, kind="paper")
-    wanted = case.attended(case.view([]), extend=extend)
-    plain = case.attended(case.view([]))
+    unrotated, extend = Case(mode="read"), SelfExtend(ga_n=2, ga_w=6, kind="paper")
+    wanted = unrotated.attended(unrotated.view([]), extend=extend)
+    plain = unrotated.attended(unrotated.view([]))
     assert np.abs(wanted[0] - plain[0]).max() > 1e-2
+    case = Case(mode=mode)
     for runs in RUNS.values():
         found = case.attended(case.view(runs), None, implementation, extend)
         for x, y in zip(found, wanted, strict=True):

@@ -110,6 +110,7 @@ KINDS = {
     "read, paper": dict(
         rope="read", self_extend=SelfExtend(ga_n=2, ga_w=4, kind="paper"), model=ToyLm()
     ),
+    "write, paper": dict(self_extend=SelfExtend(ga_n=2, ga_w=4, kind="paper"), model=ToyLm()),
     "extended": dict(self_extend=SelfExtend(ga_n=2, ga_w=4), model=ToyLm()),
     "by channel": dict(
         type_k="kivi4", n_ctx=64, block_size=32, model=RowModel(n_vocab=64, head_dim=32)

@@ -26,7 +26,7 @@ WAYS = {
     "score": (("--policy", "h2o", "--policy_budget", 48, "--policy_interval", 16), "h2o", 64),
     "SelfExtend": (("-gan", 4, "-gaw", 32), "self_extend", 32),
     "SelfExtend as in the paper": (
-        ("-gan", 4, "-gaw", 32, "--self_extend", "paper", "--rope", "read"),
+        ("-gan", 4, "-gaw", 32, "--self_extend", "paper"),
         "self_extend",
         32,
     ),

@@ -7,7 +7,6 @@ import pytest
 from kvrt.cli.flags import parse
 from kvrt.cli.setup import config
 from kvrt.config import SelfExtend
-from kvrt.errors import UsageError
 
 
 def options(*words: str):
@@ -27,7 +26,7 @@ def test_both_kinds_write_text_and_only_one_moves_cells(go):
     assert "0 defrags, 6 rounds of SelfExtend" in err
 
 
-PAPER = ["--self_extend", "paper", "--rope", "read"]
+PAPER = ["--self_extend", "paper"]
 
 
 @pytest.mark.slow
@@ -42,8 +41,6 @@ def test_flags_become_a_configuration():
     assert config.extend_config(options("--grp_attn_n", "4")) == SelfExtend(ga_n=4, ga_w=512)
     paper = config.extend_config(options("-gan", "4", "-gaw", "1000", *PAPER))
     assert paper == SelfExtend(ga_n=4, ga_w=1000, kind="paper")
-    with pytest.raises(UsageError, match="add --rope read"):
-        config.extend_config(options("-gan", "4", "--self_extend", "paper"))
 
 
 def test_the_warning_counts_what_self_extend_reaches(capfd):

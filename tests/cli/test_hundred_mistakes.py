@@ -76,7 +76,7 @@ run -p x --session SESSION --overwrite --append
 run -p x -gan 0
 run -p x -gan 3 -gaw 512
 run -p x -gan 2 --policy attention_sinks
-run -p x --self_extend paper -gan 2
+run -p x --self_extend paper -gan 2 --select quest
 run -p x --select quest --select_cells 0
 run -p x --select topk
 run -p x --select_cells 10

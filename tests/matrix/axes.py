@@ -118,13 +118,6 @@ REUSED = "chunks modules"
 
 REFUSED = (
     Rule(
-        "R1",
-        {"policy": "extend_paper", "rope": "write"},
-        "refused",
-        "rotates each key in two ways, rope is 'write'; use rope='read'",
-        "a key is compared by two positions, so it has to be stored unrotated",
-    ),
-    Rule(
         "R2",
         {"policy": "extend_cache", "layers": "window sink_window chunked window+recurrent"},
         "refused",
@@ -353,6 +346,14 @@ REFUSED = (
         "refused",
         "in blocks this model's layers share arrays; use cells",
         "layers with a window and without share an array, of which labels would be of one",
+    ),
+    Rule(
+        "R42",
+        {"attention": "sparse", "policy": "extend_paper"},
+        "refused",
+        "compares far keys at grouped ones; leave select out, or use kind='cache'",
+        "labels are of some channels of keys at exact positions, and the rotation to a grouped one "
+        "mixes each channel with one that a label may lack, or moves its extremes",
     ),
     Rule(
         "R41",

@@ -317,8 +317,9 @@ class PlainSeq:
         """Scores [n, Q] of a query by exact positions or, in the paper's way, by grouped ones."""
         pos, is_rotated = where
 
-        def compared(at, pos):
-            there = np.where(is_rotated[:, None, None], keys, rotated(keys, pos))
+        def compared(at, to):
+            # Keys that are stored rotated move by the difference.
+            there = rotated(keys, np.where(is_rotated, to - pos, to))
             there = np.repeat(there, N_HEADS // keys.shape[1], axis=1)
             return np.einsum("hd,nhd->nh", rotated(q, at), there) * D**-0.5
 

@@ -41,11 +41,12 @@ EQUAL = (
     Cell(where="engine_paged", layers="full+delta", state="prefix"),
     Cell(where="engine_paged", dtype="kivi4", state="prefix"),
     Cell(policy="h2o", layers="full+window", state="session"),
+    Cell(policy="extend_paper", dtype="int8"),
 )
 # Made, or refused, without compiling anything.
 QUICK = (
-    *("R1", "R3", "R5", "R7", "R8", "R9", "R11", "R13", "R16", "R19", "R23", "R24", "R25", "R26"),
-    *("R28", "R30", "R34", "R41"),
+    *("R3", "R5", "R7", "R8", "R9", "R11", "R13", "R16", "R19", "R23", "R24", "R25", "R26"),
+    *("R28", "R30", "R34", "R41", "R42"),
 )
 
 
@@ -64,7 +65,7 @@ def test_a_debt_that_was_mended_says_what_to_delete():
     debt = Rule("D0", {}, "mid-run", "whatever", "nothing")
     with pytest.raises(AssertionError, match="is equal to its oracle now: delete rule D0"):
         assert_ruled(debt, Cell())
-    refused = Cell(policy="extend_paper")
+    refused = Cell(policy="extend_cache", layers="window")
     with pytest.raises(AssertionError, match=r"refused: BadConfig .* D0 says mid-run"):
         assert_ruled(debt, refused)
 

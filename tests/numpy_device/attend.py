@@ -74,7 +74,12 @@ class NumpyAttend:
         scores = products(rotated(q, pos), compared)
         if uses_grouped_positions(group, config):
             n, w = config.self_extend.ga_n, config.self_extend.ga_w
-            far = products(rotated(q, pos // n + w - w // n), rotated(keys, k_pos // n))
+            beyond = k_pos // n
+            if config.rope == "read":
+                moved = rotated(keys, beyond)
+            else:  # they have their magnitude
+                moved = rotate(keys, beyond - k_pos, group.rope, config.n_ctx, scale=1)
+            far = products(rotated(q, pos // n + w - w // n), moved)
             scores = np.where((pos[:, None] - k_pos < w)[:, None, None], scores, far)
         scores = scores * group.score_scale
         if group.soft_cap is not None:

@@ -46,6 +46,7 @@ def moved(make, **options):
         (lambda: ToyLm(n_vocab=32, masks=WINDOWS), dict(swa_full=True)),
         slow(HybridLm, dict(n_rs_seq=2)),
         slow(ToyLm, dict(rope="read", self_extend=SelfExtend(ga_n=2, ga_w=4, kind="paper"))),
+        slow(ToyLm, dict(self_extend=SelfExtend(ga_n=2, ga_w=4, kind="paper"))),
     ],
 )
 def test_a_history_gives_the_same_logits_and_text(make, options):

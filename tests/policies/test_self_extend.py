@@ -213,8 +213,6 @@ def test_what_cannot_be_extended_is_refused():
     )
     with pytest.raises(BadConfig, match="layers that see a window of their own"):
         Runtime(RowModel(group=group), CacheConfig(n_ctx=16, self_extend=extend))
-    with pytest.raises(BadConfig, match="use rope='read'"):
-        CacheConfig(self_extend=SelfExtend(ga_n=2, ga_w=4, kind="paper"))
 
 
 @pytest.mark.slow

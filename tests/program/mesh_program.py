@@ -405,6 +405,7 @@ CASES = {
     "full": functools.partial(compared, "full", "tensor=2", "context=8", ALL),
     "heads": functools.partial(compared, "heads", "tensor=4,context=2"),
     "raw": functools.partial(compared, "full", ALL, rope="read", self_extend=EXTEND),
+    "grouped": functools.partial(compared, "full", ALL, self_extend=EXTEND),
     "coded": functools.partial(compared, "full", ALL, type_k="int8", type_v="int8"),
     "window": functools.partial(compared, "window", "context=8"),
     "kernels": kernels,

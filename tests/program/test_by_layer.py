@@ -103,6 +103,7 @@ CASES = {
     "quest": {"select": Quest(n_cells=48, n_sink=0, n_recent=8)},
     "channels": {"select": DoubleSparsity(n_cells=48, n_sink=0, n_recent=8, channels=CHANNELS)},
     "extend_paper": {"rope": "read", "self_extend": SelfExtend(ga_n=2, ga_w=8, kind="paper")},
+    "extend_paper, rotated": {"self_extend": SelfExtend(ga_n=2, ga_w=8, kind="paper")},
     "extend_cache": {"self_extend": SelfExtend(ga_n=2, ga_w=16)},
     "checkpoints": {"n_checkpoints": 2, "masks": (WINDOW, MaskSpec())},
 }

@@ -50,7 +50,7 @@ def findings() -> dict:
 
 @pytest.mark.slow
 class TestEightDevices:
-    @pytest.mark.parametrize("case", ["full", "heads", "raw", "coded", "window"])
+    @pytest.mark.parametrize("case", ["full", "heads", "raw", "grouped", "coded", "window"])
     def test_prompts_shifts_and_defrag_give_the_logits_of_one_device(self, case):
         found = findings()[case]
         assert found

@@ -59,6 +59,7 @@ KINDS = {
     "read": (TOY, {"rope": "read"}),
     "int8": (TOY, {"type_k": "int8", "type_v": "int8", "hadamard": True}),
     "paper": (TOY, {"rope": "read", "self_extend": SelfExtend(ga_n=2, ga_w=8, kind="paper")}),
+    "paper, rotated": (TOY, {"self_extend": SelfExtend(ga_n=2, ga_w=8, kind="paper")}),
     "h2o": (TOY, {"policy": H2O(budget=24)}),
     "shared": (parts("shared"), EXACT),
     "produced": (parts("produced"), EXACT),
@@ -73,7 +74,8 @@ QUICK = ("full", "recurrent")
 
 
 # Masks, frames of keys and types that the matrix has by layer, and mixtures of the others.
-OF_SOAK = {"rolling", "chunked", "read", "int8", "paper", "shared", "state space"}
+OF_SOAK = {"rolling", "chunked", "read", "int8", "shared", "state space"}
+OF_SOAK |= {"paper", "paper, rotated"}
 
 
 def few(names, quick):

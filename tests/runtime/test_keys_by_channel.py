@@ -95,10 +95,11 @@ def test_a_session_holds_keys_as_f16_and_goes_on():
 
 
 @pytest.mark.slow
-def test_self_extend_reads_them():
+@pytest.mark.parametrize("rope", ["read", "write"])
+def test_self_extend_reads_them(rope):
     extend = SelfExtend(kind="paper", ga_n=2, ga_w=16)
-    at = runtime(rope="read", self_extend=extend)
-    plain = runtime("f16", rope="read", self_extend=extend)
+    at = runtime(rope=rope, self_extend=extend)
+    plain = runtime("f16", rope=rope, self_extend=extend)
     for x in (at, plain):
         x.append(PROMPT[:96])
     assert ids(at.generate(10)) == ids(plain.generate(10))

@@ -29,6 +29,8 @@ KINDS = [  # of the default suite one a kind
     slow(CACHE, "write", "cell"),
     slow(CACHE, "read", "cell"),
     slow(PAPER, "read", "paged"),
+    slow(PAPER, "write", "cell"),
+    slow(PAPER, "write", "paged"),
     slow(WIDE, "read", "paged"),
 ]
 

@@ -110,8 +110,9 @@ def test_types_that_a_runtime_keeps_as_bits_are_written_and_read(tmp_path, dtype
 
 def test_frames_that_no_other_program_has():
     extend = SelfExtend(ga_n=2, ga_w=8, kind="paper")
-    held = snapshot(ToyLm(), "read", n=50, self_extend=extend)
-    with pytest.raises(SessionMismatch, match="reads it at two"):
-        with_rotated_keys(held, ToyLm().groups, "a file")
+    for rope in ("read", "write"):
+        held = snapshot(ToyLm(), rope, n=50, self_extend=extend)
+        with pytest.raises(SessionMismatch, match="reads it at two"):
+            with_rotated_keys(held, ToyLm().groups, "a file")
     hybrid = snapshot(HybridLm(), "read", n=50)
     assert with_rotated_keys(hybrid, HybridLm().groups, "a file").states is not None

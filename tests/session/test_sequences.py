@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from samples import SAMPLES, WINDOW, Sample, both, open_runtime, tokens, vars_of
 
-from kvrt import Sampling, session
+from kvrt import Sampling, SelfExtend, session
 from kvrt.errors import BadSequence, SessionMismatch
 from kvrt.session import io
 from kvrt.session.change import sequences
 from kvrt.session.change.sequences import save_sequence, with_sequence
-from tests.toys import HybridLm
+from tests.toys import HybridLm, ToyLm
 
 pytestmark = pytest.mark.usefixtures("numpy_device")
 
@@ -17,6 +17,9 @@ assert WINDOW
 CHECKPOINTS = {"n_checkpoints": 4, "checkpoint_interval": 8}
 KINDS = {
     **{name: SAMPLES[name] for name in SAMPLES if name != "sequences"},
+    "extend_paper_write": Sample(
+        ToyLm, {"self_extend": SelfExtend(ga_n=2, ga_w=8, kind="paper"), "type_k": "int8"}
+    ),
     "window_checkpoints": Sample(both, CHECKPOINTS),
     "recurrent_checkpoints": Sample(HybridLm, CHECKPOINTS),
 }

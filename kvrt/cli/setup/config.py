@@ -112,7 +112,6 @@ def extend_config(options: EvalFlags | BatchOptions) -> SelfExtend | None:
     """SelfExtend as the flags ask for it, or None.
 
     Raises:
-      UsageError: the kind does not go with the key frame.
       BadConfig: the window is not a multiple of the group.
     """
     if options.grp_attn_n == 1:
