@@ -9,7 +9,8 @@
     windows   Gemma 3's decode behind 600 and 8,000 tokens, beside "near", the same model with a
               window in every layer, without what grows with full attention; then a text of --n_long
               tokens in one window's cells, and what is held before and after most of it
-    extend    decode, and 512 tokens of a prompt, behind 4,000, by both kinds of SelfExtend
+    extend    decode, and 512 tokens of a prompt, behind 4,000, by both kinds of SelfExtend, the
+              paper's over keys that are stored rotated too
     by_layer  programs by layer beside whole ones: decode, a prefill of 512, 16 requests at once;
               rounds in which other processes took more than 4 % of the time are left out
     blend     the first token of a blend of four chunks in memory, beside a prefill of the text
@@ -182,6 +183,7 @@ def extend() -> Iterator[Compared]:
         "read": {"rope": "read"},
         "cache": {"self_extend": Extend(ga_n=4, ga_w=1024)},
         "paper": {"rope": "read", "self_extend": Extend(ga_n=4, ga_w=1024, kind="paper")},
+        "paper_write": {"self_extend": Extend(ga_n=4, ga_w=1024, kind="paper")},
     }
     decoder = _decoder()
     part = _ids(np.random.default_rng(0), 512, decoder.n_vocab)
@@ -192,7 +194,7 @@ def extend() -> Iterator[Compared]:
         sides[f"{kind}_prompt"] = timed(lambda r=runtime: r.append(part), 2)
     over = [
         (f"{kind}_{what}", f"{plain}_{what}")
-        for kind in ("cache", "paper")
+        for kind in ("cache", "paper", "paper_write")
         for what in ("decode", "prompt")
         for plain in ("write", "read")
     ]

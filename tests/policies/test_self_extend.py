@@ -213,6 +213,10 @@ def test_what_cannot_be_extended_is_refused():
     )
     with pytest.raises(BadConfig, match="layers that see a window of their own"):
         Runtime(RowModel(group=group), CacheConfig(n_ctx=16, self_extend=extend))
+    paper = dict(self_extend=SelfExtend(ga_n=2, ga_w=4, kind="paper"), hadamard=True)
+    with pytest.raises(BadConfig, match="SelfExtend as in the paper RoPE comes last"):
+        CacheConfig(**paper, type_k="int8")
+    assert CacheConfig(**paper, type_v="int8").hadamard
 
 
 @pytest.mark.slow
