@@ -4,6 +4,7 @@ The simulation is public from JAX 0.11.1 on, as are the kernel's other needs; be
 With KVRT_TEST_PLATFORM=cuda,cpu the kernel is compiled, and runs on the GPU.
 """
 
+import dataclasses
 import functools
 
 import jax

@@ -14,7 +14,7 @@ from kvrt.sizes import store_spec
 from kvrt.store import codec
 from kvrt.store import kv as kv_store
 from tests.interpreted import GPU, TPU
-from tests.marks import full
+from tests.marks import full, slow
 
 pytestmark = pytest.mark.slow
 

@@ -152,8 +152,9 @@ def test_prefixes_are_found_and_what_moves_is_found_by_nobody():
 
 
 @pytest.mark.slow
-def test_a_policy_drops_what_the_papers_kind_reads():
-    engine = shared(PAPER, "read", "paged", n_ctx_seq=40)
+@pytest.mark.parametrize("rope", ["read", "write"])
+def test_a_policy_drops_what_the_papers_kind_reads(rope):
+    engine = shared(PAPER, rope, "paged", n_ctx_seq=40)
     asked = mixed(np.random.default_rng(5))[1:6]
     check(engine, [ask("x", range(30), 60, policy=ContextShift(n_keep=3)), *asked], n_ctx=40)
 
