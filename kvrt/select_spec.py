@@ -192,7 +192,7 @@ def check_config(select: Select | None, config: Any) -> None:
     _check(
         extend is None or extend.kind == "cache",
         "select chooses by labels of keys at exact positions, and SelfExtend as in the paper "
-        "compares far keys at grouped ones; leave select out, or use kind='cache'",
+        "compares distant keys at grouped ones; leave select out, or use kind='cache'",
     )
     _check(
         config.block_size % UNIT == 0,

@@ -351,7 +351,7 @@ REFUSED = (
         "R42",
         {"attention": "sparse", "policy": "extend_paper"},
         "refused",
-        "compares far keys at grouped ones; leave select out, or use kind='cache'",
+        "compares distant keys at grouped ones; leave select out, or use kind='cache'",
         "labels are of some channels of keys at exact positions, and the rotation to a grouped one "
         "mixes each channel with one that a label may lack, or moves its extremes",
     ),
