@@ -202,9 +202,7 @@ POLICIES = {
     "sinks": dict(policy=AttentionSinks(n_sink=2, n_window=24, n_drop=12), n_ctx=32),
     "self_extend": dict(self_extend=SelfExtend(ga_n=2, ga_w=8)),
     "paper": dict(self_extend=SelfExtend(ga_n=2, ga_w=16, kind="paper"), rope="read"),
-    "paper, rotated": dict(
-        self_extend=SelfExtend(ga_n=2, ga_w=16, kind="paper"), type_k="int8", type_v="int8"
-    ),
+    "paper, rotated": dict(self_extend=SelfExtend(ga_n=2, ga_w=16, kind="paper")),
     "checkpoints": dict(n_checkpoints=4),
     "states": dict(n_rs_seq=3),
 }
