@@ -151,7 +151,7 @@ def test_rotation_is_undone_where_rows_leave_their_codes():
     assert back.fingerprint["hadamard"] is False
     found = np.concatenate([b.k for b in back.groups[0].blocks], axis=1)
     assert 1e-4 < np.abs(found - k).max() < 0.1
-    with pytest.raises(errors.BadConfig, match="rope='read' or .* RoPE comes last"):
+    with pytest.raises(errors.BadConfig, match=r"rope='read' or .* RoPE comes last"):
         said = {**old.fingerprint, "rope": "read"}
         edit.convert(dataclasses.replace(old, fingerprint=said), "int8", "f16", hadamard=True)
 
