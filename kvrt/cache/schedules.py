@@ -25,7 +25,7 @@ class DropPlan:
 
     Attributes:
       contents: the contents after all drops, the K-shift of moved cells pending.
-      drops: whose, how long the sequence was, and what was removed.
+      drops: of each its sequence, the length of that before, and the positions removed.
       copies: for each edit and group the cells to copy first, because another sequence shares them.
     """
 

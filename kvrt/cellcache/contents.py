@@ -78,7 +78,7 @@ def _check_shared_alike(contents: CacheContents, edit: Copy) -> None:
         both = set(pos[ours & theirs].tolist())
         shared |= both
         copied = (set(pos[ours].tolist()) & set(pos[theirs].tolist())) - both
-        # No token sees what a window has lost, be it there twice.
+        # A window has lost these positions: no token sees them, even twice.
         lost = group.lost.get(edit.dst, ())
         apart |= {x for x in copied if not any(a <= x < b for a, b in lost)}
     if shared & apart:

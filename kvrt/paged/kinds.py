@@ -27,7 +27,7 @@ class GroupHit:
 class Moving(Protocol):
     """A request that drops tokens, so that later ones move down.
 
-    Its positions change, so nobody else may have the blocks that move, and it can never be refused
+    Its positions change, so no other request may have blocks that move, and it can never be refused
     a block in the middle: from its admission on it has as many as it will ever have at once. Blocks
     that it has no use for now are spare; what slides out of a window, and what is dropped, goes
     there too.

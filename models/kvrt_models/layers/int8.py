@@ -116,14 +116,17 @@ def shapes(size: tuple[int, ...], in_blocks: bool = False) -> Int8Matrix:
 
 def dequantize(matrix: Int8Matrix) -> Float[Array, "O I"]:
     """The matrix that all forms multiply with, in float32."""
-    return rows_of(matrix, jnp.arange(matrix.values.shape[1]))
+    return _widened(matrix.values, matrix.scale)
 
 
 def rows_of(matrix: Int8Matrix, ids: Int[Array, " T"]) -> Float[Array, "T I"]:
     """Some rows of the matrix in float32: the embeddings of tokens."""
-    scale = matrix.scale[:, ids].astype(jnp.float32)
-    wide = matrix.values[:, ids].astype(jnp.float32) * scale[:, :, None]
-    return wide.swapaxes(0, 1).reshape(ids.shape[0], -1)
+    return _widened(matrix.values[:, ids], matrix.scale[:, ids])
+
+
+def _widened(values: Int[Array, "G R g"], scale: Float[Array, "G R"]) -> Float[Array, "R I"]:
+    wide = values.astype(jnp.float32) * scale.astype(jnp.float32)[:, :, None]
+    return wide.swapaxes(0, 1).reshape(wide.shape[1], -1)
 
 
 # Traced once for all layers whose matrices have one shape; its operations stay part of the caller.
