@@ -76,9 +76,9 @@ def apply(states: RecurrentStates, edit: SeqEdit) -> RecurrentStates:
         case Keep(seq_id=seq_id):
             return _with(states, {s: x for s, x in states.kept.items() if s == seq_id})
         case Shift():
-            return _unmoved(states, edit, check_distance(edit.d), 0)
+            return _unmoved(states, edit, changes=check_distance(edit.d) != 0)
         case Divide():
-            return _unmoved(states, edit, check_divisor(edit.d), 1)
+            return _unmoved(states, edit, changes=check_divisor(edit.d) != 1)
         case _:
             assert_never(edit)
 
@@ -213,11 +213,11 @@ def _first_kept(states: RecurrentStates, seq_id: int) -> int:
     return kept[0][0] + 1 if kept else 0
 
 
-def _unmoved(states: RecurrentStates, edit: Shift | Divide, d: int, none: int) -> RecurrentStates:
-    """The states, if an edit by d moves nothing; by `none` it never does."""
+def _unmoved(states: RecurrentStates, edit: Shift | Divide, *, changes: bool) -> RecurrentStates:
+    """The states, where an edit that `changes` positions has none of theirs."""
     p0, p1 = check_range(edit.p0, edit.p1)
     end = n_past(states, edit.seq_id)
-    if d != none and p0 < (end if p1 is None else min(p1, end)):
+    if changes and p0 < (end if p1 is None else min(p1, end)):
         raise CannotRewind(
             f"positions of sequence {edit.seq_id} cannot move: its {end} tokens are one state of "
             "recurrent layers; do without context shift, SelfExtend, seq_add and seq_div"
