@@ -56,8 +56,17 @@ class Extent:
         return self.n_blocks * self.block_size
 
 
-def pool_extent(n_blocks: int, block_size: int) -> Extent:
-    """The extent of a pool of blocks, of which one is the null block."""
+def pool_extent(n_blocks: int, block_size: int, array_block: int = 0) -> Extent:
+    """The extent of a pool of blocks, of which one is the null block.
+
+    Args:
+      n_blocks: blocks, the null block included.
+      block_size: cells of a block.
+      array_block: cells of a block of the arrays; 0 is block_size. In larger ones the null block
+        has no cells.
+    """
+    if array_block > block_size:
+        return Extent(n_cells=(n_blocks - 1) * block_size, block_size=array_block)
     return Extent(n_cells=n_blocks * block_size, block_size=block_size, n_null=1)
 
 

@@ -19,9 +19,8 @@ from kvrt.cellcache.blocks import CellCopies
 from kvrt.cellcache.checkpoint import checkpoints, rewind
 from kvrt.cellcache.checkpoint.checkpoints import Checkpoint
 from kvrt.cellcache.contents import CacheContents
-from kvrt.cellcache.host_cells import HostCells, Retention
+from kvrt.cellcache.host_cells import HostCells
 from kvrt.cells import check_seq_id, n_used
-from kvrt.cells.cells import first_bits
 from kvrt.cells.edits import Copy, Keep, Remove, SeqEdit
 from kvrt.config import CacheConfig, GroupSpec
 from kvrt.errors import BadConfig, CannotRewind, UsageError
@@ -272,7 +271,7 @@ class CellCache:
         threshold = self.config.defrag_threshold
         for i, indexed in enumerate(self.host.groups):
             packs = indexed.stale and not indexed.group.rolls and indexed.group.blocks is None
-            if self.host.packs and packs and should_defrag(indexed.cells, threshold):
+            if packs and should_defrag(indexed.cells, threshold):
                 self._defrag(i, by_sequence=False)
         self.upload()
         self.shift_keys()
@@ -289,7 +288,7 @@ class CellCache:
         """Replaces the device's cells that are out of date."""
         for i, indexed in enumerate(self.host.groups):
             if indexed.stale:
-                self.device.upload(i, first_bits(indexed.cells, self.config.n_seq_max))
+                self.device.upload(i, indexed.cells)
                 indexed.stale = False
 
     def copy_cells(self, copies: Iterable[CellCopies]) -> None:
@@ -312,12 +311,8 @@ def open_cell_cache(
     config: CacheConfig,
     place: Placement | None,
     policy: AnyPolicy | None = None,
-    retention: Retention | None = None,
-    host_type: type[HostCells] = HostCells,
 ) -> CellCache:
     """An empty cell cache for a model; with a policy it pins what that never drops.
-
-    An engine gives what its `HostCells` retain, and a type of its own.
 
     Raises:
       BadConfig: the policy, or SelfExtend, does not fit the cache or the model, or groups lack
@@ -325,11 +320,11 @@ def open_cell_cache(
     """
     layers = layers_of(model, config, policy)
     drops = by_position(policy)
-    kept = retention or Retention(n_pinned=drops.n_keep if drops else None)
-    layout = cell_layout(layers.groups, layers.recurrent, layers.config, kept.n_pinned or 0)
+    n_pinned = drops.n_keep if drops else None
+    layout = cell_layout(layers.groups, layers.recurrent, layers.config, n_pinned or 0)
     layout = dataclasses.replace(layout, scored=layers.scored)
     device = Device(model, layers.config, layout, place)
-    host = host_type(layers.groups, layers.recurrent, layers.config, kept)
+    host = HostCells(layers.groups, layers.recurrent, layers.config, n_pinned)
     return CellCache(host, device, drops)
 
 

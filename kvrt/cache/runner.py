@@ -53,7 +53,7 @@ class StepSpace(Protocol[StepOf]):
 
 
 class CellSteps:
-    """Cells for steps: those of a Runtime, and of an Engine in cells."""
+    """Cells for steps of a Runtime."""
 
     _plan: SlotPlan  # of the step that was placed last
 
@@ -68,8 +68,7 @@ class CellSteps:
         if any([x.stale or x.pending for x in self._host.groups]):
             self._cache.flush()
         self._plan = plan = self._host.find(step.seq_ids, step.first)
-        if self._host.has_history:
-            self._cache.logits.forget(step.first)
+        self._cache.logits.forget(step.first)
         return self._host.places(step, [x.slots for x in plan.found], plan.states)
 
     def append(self, step: StepTokens, stays: Bool[np.ndarray, " n"] | None = None) -> None:

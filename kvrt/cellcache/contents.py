@@ -13,7 +13,7 @@ from kvrt.cellcache import blocks, history, in_blocks, recurrent
 from kvrt.cellcache import group as groups
 from kvrt.cellcache.blocks import CellCopies
 from kvrt.cellcache.checkpoint import checkpoints
-from kvrt.cellcache.checkpoint.checkpoints import Checkpoints, Kept
+from kvrt.cellcache.checkpoint.checkpoints import Checkpoints
 from kvrt.cellcache.group import CellGroup
 from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.recurrent import RecurrentStates
@@ -33,13 +33,6 @@ class CacheContents:
     states: RecurrentStates | None = None
     history: TokenHistory = dataclasses.field(default_factory=TokenHistory)
     checkpoints: Checkpoints = dataclasses.field(default_factory=Checkpoints)
-
-    def sparing(self, spared: Kept) -> "CacheContents":
-        """The contents with some checkpoints as those that no limit of bytes evicts."""
-        if spared == self.checkpoints.spared:
-            return self
-        found = dataclasses.replace(self.checkpoints, spared=spared)
-        return dataclasses.replace(self, checkpoints=found)
 
 
 # New contents, and by group the cells to copy before they are committed.
@@ -150,11 +143,6 @@ def copy_on_write(
     """The contents with blocks of their own for tokens; see `in_blocks.group_copy_on_write`."""
     new = [in_blocks.group_copy_on_write(g, seq_ids, first) for g in contents.groups]
     return _copied(contents, new, first)
-
-
-def with_own_cells(contents: CacheContents, seq_id: int) -> Changed:
-    """The contents with cells of its own for all that a sequence shares."""
-    return _copied(contents, [groups.unshared(g, seq_id) for g in contents.groups], [seq_id])
 
 
 def n_tokens_free(contents: CacheContents) -> int:

@@ -151,11 +151,6 @@ def group_to_cells(group: CellGroup, seqs: Iterable[int]) -> CellGroup:
     return dataclasses.replace(group, blocks=blocks)
 
 
-def unshared(group: CellGroup, seq_id: int) -> tuple[CellGroup, CellCopies]:
-    """The group with private copies of all that a sequence shares, and the copies; CacheFull."""
-    return _split(group, Shift(seq_id=seq_id, d=0))
-
-
 def find(group: CellGroup, n: int, first: Mapping[int, int], n_used: int) -> FoundSlots:
     """Cells for n tokens: empty ones, then in a rolling group those that no later token sees.
 

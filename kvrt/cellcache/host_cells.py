@@ -29,21 +29,6 @@ from kvrt.store.recurrent import StateIndex, n_states
 Where = tuple[tuple[Places, ...], StateIndex | None]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Retention:
-    """What a cell cache keeps beyond what tokens of its n_seq_max sequences see.
-
-    Attributes:
-      n_seqs: sequences beside those, which may own cells that others had. The device has no bits
-        for them, as no token ever asks for theirs.
-      n_pinned: first positions of each sequence that no group uses again, for a policy that drops
-        what follows them; None is no policy.
-    """
-
-    n_seqs: int = 0
-    n_pinned: int | None = None
-
-
 @dataclasses.dataclass(frozen=True)
 class SlotPlan:
     """Slots of new tokens by group, and state indices.
@@ -64,29 +49,24 @@ class SlotPlan:
 class HostCells:
     """An indexed group of cells for each group of attention layers, states and token history.
 
-    `packs` says whether cells are packed before a step where many are empty between others, and
-    `has_history` whether the tokens of each sequence, and what its next one is sampled from, are.
-
     Attributes:
       groups: in the order of the model's groups.
       complete: those that keep every position.
       main: the first of them, else the first group; None without attention layers.
       rolls: whether a group uses cells again that no later token sees.
-      first_kept: the first of the sequences that no token is of, see `Retention`.
-      n_pinned: see `Retention`.
+      n_pinned: first positions of each sequence that no group uses again, for a policy that drops
+        what follows them; None is no policy.
       states: None without recurrent layers.
       history: the tokens of each sequence.
       checkpoints: where sequences can be cut back to beside their newest tokens.
     """
-
-    packs = has_history = True
 
     def __init__(
         self,
         groups: Sequence[GroupSpec],
         recurrent_spec: RecurrentSpec | None,
         config: CacheConfig,
-        retention: Retention | None = None,
+        n_pinned: int | None = None,
     ):
         """Empty cells.
 
@@ -94,13 +74,11 @@ class HostCells:
           groups: of attention layers.
           recurrent_spec: of recurrent layers.
           config: sizes; n_seq_max sequences may have new tokens.
-          retention: what stays beside the windows and sequences of tokens; None is nothing.
+          n_pinned: see the class.
         """
-        kept = retention or Retention()
-        self.n_pinned = kept.n_pinned
-        self.first_kept = 32 * mask_words(config.n_seq_max)
-        self._n_owners = self.first_kept + kept.n_seqs
-        self.groups = tuple(self._opened(g, config) for g in groups)
+        self.n_pinned = n_pinned
+        self._n_owners = 32 * mask_words(config.n_seq_max)
+        self.groups = tuple(IndexedGroup(g, config, self._n_owners, n_pinned) for g in groups)
         self.complete = [x for x in self.groups if not x.group.rolls]
         self.main: IndexedGroup | None = next(iter([*self.complete, *self.groups]), None)
         self.rolls = len(self.complete) < len(self.groups)
@@ -109,10 +87,6 @@ class HostCells:
         if recurrent_spec:
             depth = 1 + config.n_rs_seq
             self.states = RecurrentStates(n_states=n_states(config), depth=depth)
-
-    def _opened(self, spec: GroupSpec, config: CacheConfig) -> IndexedGroup:
-        """Empty cells of a group."""
-        return IndexedGroup(spec, config, self._n_owners, self.n_pinned)
 
     @property
     def contents(self) -> CacheContents:
@@ -142,7 +116,7 @@ class HostCells:
         for indexed, group in zip(self.groups, new.groups, strict=True):
             indexed.replace(group)
         self.states, self.checkpoints = new.states, new.checkpoints
-        self.history = new.history if self.has_history else TokenHistory()
+        self.history = new.history
 
     @property
     def n_free(self) -> int:
@@ -251,8 +225,7 @@ class HostCells:
 
     def append(self, plan: SlotPlan, pos: np.ndarray, ids: np.ndarray) -> None:
         """Adds all tokens of a plan, which a step has written in every layer."""
-        if self.has_history:
-            self.history = history.append(self.history, plan.seq_ids, pos, ids)
+        self.history = history.append(self.history, plan.seq_ids, pos, ids)
         for indexed, found in zip(self.groups, plan.found, strict=True):
             indexed.append(found, pos, plan.seq_ids)
         if plan.states is not None:

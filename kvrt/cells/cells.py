@@ -1,6 +1,5 @@
 """The state of a cell cache: position and owners of each cell, never keys and values."""
 
-import dataclasses
 import functools
 import operator
 from typing import Any
@@ -63,15 +62,6 @@ def n_ctx(cells: Cells) -> int:
 def n_bits(cells: Cells) -> int:
     """How many sequences a cell has bits for; n_seq_max rounded up to 32."""
     return cells.seqs.shape[1] * 32
-
-
-def first_bits(cells: Cells, n_seq_max: int) -> Cells:
-    """The cells with bits for n_seq_max sequences alone, all that the device needs.
-
-    Others own cells on the host alone: no token is of theirs.
-    """
-    n = mask_words(n_seq_max)
-    return cells if cells.seqs.shape[1] == n else dataclasses.replace(cells, seqs=cells.seqs[:, :n])
 
 
 def n_used(cells: Cells) -> int | Int32[AnyArray, ""]:

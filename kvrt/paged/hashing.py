@@ -37,7 +37,7 @@ class PrefixHash(NamedTuple):
     @property
     def tokens(self) -> tuple[int, ...]:
         """Its tokens."""
-        return tuple(_array(self.data))
+        return tuple(tokens_of(self.data))
 
 
 class Chain:
@@ -77,11 +77,14 @@ class Chain:
             self.tokens.extend(array("i", tokens))
         except OverflowError as e:
             raise BadToken("a token id is beyond int32; ids lie in the vocabulary") from e
-        for start in range(self._n_hashed, len(self.tokens) - self.block_size + 1, self.block_size):
-            end = start + self.block_size
-            parent = self.hashes[-1].digest if self.hashes else root(self.block_size)
-            extra = extra_keys(start, self._salt)
-            self.hashes.append(_hash(parent, _data(self.tokens[start:end]), extra))
+        start, size = self._n_hashed, self.tokens.itemsize * self.block_size
+        end = len(self.tokens) // self.block_size * self.block_size
+        parent = self.hashes[-1].digest if self.hashes else root(self.block_size)
+        data, extra = _data(self.tokens[start:end]), extra_keys(start, self._salt)
+        for i in range(0, len(data), size):
+            entry = _hash(parent, data[i : i + size], extra)
+            self.hashes.append(entry)
+            parent, extra = entry.digest, b""
 
     def entries(self, n: int) -> Sequence[PrefixHash]:
         """Prefix hashes of all full blocks of n times the block size."""
@@ -153,7 +156,8 @@ def _data(tokens: array) -> bytes:
     return tokens.tobytes()
 
 
-def _array(data: bytes) -> array:
+def tokens_of(data: bytes) -> array:
+    """The tokens of `PrefixHash.data`."""
     out = array("i", data)
     if sys.byteorder == "big":
         out.byteswap()

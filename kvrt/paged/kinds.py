@@ -279,6 +279,10 @@ class RecurrentKind(FullKind):
         """The most blocks that a sequence of n_tokens has at once: one is read, one is written."""
         return min(2, ceil_div(n_tokens, self.block_size))
 
+    def n_reserved(self, moving: Moving, n_in_flight: int) -> int:
+        """As many as any other sequence has."""
+        return 2
+
     def serves_hit(self, index: int, segment: int, marks: Collection[int]) -> bool:
         """Whether a hit can end just after block `index`."""
         end = (index + 1) * self.block_size

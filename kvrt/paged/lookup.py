@@ -22,6 +22,10 @@ class Findable(Protocol):
         """A block with this prefix hash, or None."""
         ...
 
+    def may_have(self, group: int, digest: bytes) -> bool:
+        """False if no block has a prefix hash of this digest."""
+        ...
+
 
 class Lookup:
     """Cached blocks of one chain in groups that need the same blocks of it.
@@ -53,6 +57,9 @@ class Lookup:
     def part(self, n_tokens: int) -> BlockIds | None:
         """Cached blocks for the tokens from the last block boundary to n_tokens; None as above."""
         end = n_tokens // self._chain.block_size
+        digest = self._chain.hashes[end - 1].digest
+        if not all(pool.may_have(group, digest) for group, pool in self._members):
+            return None
         entry = self._chain.part(end - end % self._n, end % self._n)
         found = [pool.find(group, entry) for group, pool in self._members]
         return None if None in found else tuple(b for b in found if b is not None)

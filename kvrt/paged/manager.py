@@ -57,9 +57,7 @@ class BlockManager:
         self._finder = Finder(self._kinds, pools, sizes)
         self._copies = Copies(pools)
         self.promises = Promises(self._kinds, pools)
-        self._transactions = Transactions(
-            self._kinds, pools, self._copies, self.promises, rules.n_in_flight
-        )
+        self._transactions = Transactions(self._kinds, pools, self._copies, self.promises, rules)
         self._forks = Forks(self._kinds, pools, self._copies)
         self._requests: dict[Hashable, RequestBlocks] = {}
 
@@ -97,6 +95,7 @@ class BlockManager:
         hit: Hit | None = None,
         n_settled: int | None = None,
         whole: int | Moving | None = None,
+        n_more: int = 0,
     ) -> tuple[tuple[int, ...], ...] | None:
         """Makes room for n_tokens of a request in all, the hit included.
 
@@ -109,6 +108,7 @@ class BlockManager:
             nothing.
           whole: admission; there must be room for the peak of so many tokens. A request that will
             drop tokens takes all that it will ever have, and is never refused later on.
+          n_more: tokens beyond n_tokens that get blocks in advance, see `shrink`.
 
         Returns:
           The blocks taken, by group; None if they do not fit or the hit is not ready.
@@ -119,7 +119,7 @@ class BlockManager:
         """
         moving = None if isinstance(whole, int) else whole
         request = self._begun(request_id, chain, hit, moving)
-        plan = self._plan(request, n_tokens, hit, n_settled)
+        plan = self._plan(request, n_tokens, hit, n_settled, n_more)
         needs = [plan.need]
         if isinstance(whole, int):
             needs.append(self._transactions.whole_need(request, hit, self._peaks(whole)))
@@ -191,11 +191,23 @@ class BlockManager:
             return []
         return self._transactions.register(request, request.chain, n_tokens, self._segment)
 
+    def register_end(self, request_id: Hashable, n_tokens: int) -> None:
+        """Lets the states after n_tokens be found, of a request that computes no more."""
+        chain = self._get(request_id).chain
+        if self._rules.caching and chain is not None and n_tokens % chain.block_size == 0:
+            self._transactions.register_end(self._get(request_id), chain, n_tokens)
+
+    def shrink(self, request_id: Hashable, n_tokens: int) -> bool:
+        """Takes back blocks that a request has in advance of n_tokens; whether there were some."""
+        return self._transactions.shrink(self._get(request_id), n_tokens)
+
     def keep_hits(self, request_id: Hashable, ends: Iterable[int]) -> None:
         """Keeps what hits need that end at some tokens of a request, rounded down to `align`."""
         request = self._get(request_id)
         marks = {n // self.align * self.align for n in ends} - {0}
         request.marks = tuple(sorted(marks.union(request.marks)))
+        if self.align == self.block_size:
+            request.parts = sorted({*request.parts, *marks})
 
     def free(self, request_id: Hashable) -> None:
         """Frees all blocks of a request, group by group, the newest block first."""
@@ -271,13 +283,13 @@ class BlockManager:
         nor found by others.
 
         Raises:
-          UsageError: it was not admitted as one that drops tokens, or has states.
+          UsageError: it was not admitted as one that drops tokens.
         """
         request = self._get(request_id)
-        if request.moving is None or any(kind.keeps_states for kind in self._kinds):
+        if request.moving is None:
             raise UsageError(
-                f"request {request_id!r} drops {n} tokens, and keeps them by its admission, or has "
-                "states; admit it with what it keeps"
+                f"request {request_id!r} drops {n} tokens, and keeps them by its admission; admit "
+                "it with what it keeps"
             )
         self._transactions.drop(request, n)
 
@@ -329,7 +341,12 @@ class BlockManager:
         return request
 
     def _plan(
-        self, request: RequestBlocks, n_tokens: int, hit: Hit | None, n_settled: int | None
+        self,
+        request: RequestBlocks,
+        n_tokens: int,
+        hit: Hit | None,
+        n_settled: int | None,
+        n_more: int = 0,
     ) -> AllocationPlan:
         """What making room for a request does."""
         n_ctx = self._rules.n_ctx
@@ -340,7 +357,7 @@ class BlockManager:
                 f"{n_settled} tokens settled and a hit of {hit.n_tokens if hit else 0}, of "
                 f"{n_tokens} to be placed; at most {n_room} are settled, and a hit is shorter"
             )
-        n_lookahead = min(self._rules.n_lookahead, n_ctx - n_tokens)
+        n_lookahead = min(max(self._rules.n_lookahead, n_more), n_ctx - n_tokens)
         return self._transactions.plan(
             request, n_tokens, hit=hit, n_settled=n_settled, n_lookahead=n_lookahead
         )

@@ -7,19 +7,31 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from kvrt.errors import BadConfig, CacheFull, UsageError
-from kvrt.paged.hashing import PrefixHash
+from kvrt.paged.hashing import PrefixHash, tokens_of
 from kvrt.paged.layout.spec import NULL
 
 FreeOrder = Literal["unhashed_first", "by_time"]
 
 
 class BlockStored(NamedTuple):
-    """Blocks of a group that follow each other can be found from now on."""
+    """Blocks of a group that follow each other can be found from now on.
+
+    Attributes:
+      group: of the blocks.
+      hashes: digest of each.
+      parent: digest of the block before them.
+      data: tokens of each, as `PrefixHash.data`.
+    """
 
     group: int
     hashes: list[bytes]
     parent: bytes
-    tokens: list[int]
+    data: list[bytes]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens of all of them."""
+        return [t for data in self.data for t in tokens_of(data)]
 
 
 class BlockRemoved(NamedTuple):
@@ -41,7 +53,12 @@ class HashIndex:
 
     def add(self, group: int, entry: PrefixHash, block_id: int) -> None:
         """Notes the prefix hash of a block."""
-        self._blocks.setdefault((group, entry.digest), {})[block_id] = entry
+        key = group, entry.digest
+        held = self._blocks.get(key)
+        if held is None:
+            self._blocks[key] = {block_id: entry}
+        else:
+            held[block_id] = entry
 
     def find(self, group: int, entry: PrefixHash) -> int | None:
         """The oldest block with just these tokens after the same parent, or None."""
@@ -51,6 +68,10 @@ class HashIndex:
                 if held == entry:
                     return block_id
         return None
+
+    def has(self, group: int, digest: bytes) -> bool:
+        """Whether a block has a digest."""
+        return (group, digest) in self._blocks
 
     def pop(self, group: int, digest: bytes, block_id: int) -> PrefixHash | None:
         """Forgets one block of a digest; None if it was not there, and nothing changes."""
@@ -80,6 +101,7 @@ class BlockPool:
         caching: bool = True,
         order: FreeOrder = "unhashed_first",
         events: bool = False,
+        span: int = 1,
     ):
         """All blocks are free, the lowest is taken first.
 
@@ -90,6 +112,8 @@ class BlockPool:
             hash before all others, the rest by the time they were freed; "by_time", vLLM's older
             order, takes all by that time.
           events: whether `take_events` reports anything; who turns it on has to call it.
+          span: blocks that are read together, those from 1 on, so that a sequence is to have few
+            of such spans.
 
         Raises:
           BadConfig: there is no room for the null block.
@@ -101,6 +125,10 @@ class BlockPool:
         self.n_evicted = 0
         self.caching = caching
         self._unhashed_first = caching and order == "unhashed_first"
+        self._span = span
+        # By span the blocks without references and keys; counted where it matters.
+        n_spans = -(-(n_blocks - 1) // span)
+        self._n_empty = [min(span, n_blocks - 1 - i * span) for i in range(n_spans)]
         self._refs = [0] * n_blocks
         # Free blocks are a ring through the null block: after it comes the next one to take.
         self._next = [*range(1, n_blocks), NULL]
@@ -120,8 +148,12 @@ class BlockPool:
         """Free blocks with a prefix hash; counted, not remembered."""
         return sum(1 for block in self._keys if not self._refs[block])
 
-    def take(self, n: int) -> list[int]:
+    def take(self, n: int, after: int = NULL) -> list[int]:
         """Takes the next n free blocks, with one reference each, and drops their prefix hashes.
+
+        Of blocks in spans those behind `after`, the last one of a sequence, are taken first, then
+        those of spans with most empty ones. Where none is empty, all free blocks of the span of the
+        next one lose their hashes at once.
 
         Raises:
           CacheFull: fewer are free.
@@ -131,6 +163,8 @@ class BlockPool:
                 f"{n} blocks wanted, {self.n_free} of {self.n_blocks - 1} are free; free a "
                 "request or make the pool larger"
             )
+        if self._span > 1:
+            return self._take_near(n, after)
         following, refs, keys = self._next, self._refs, self._keys
         block, out = following[NULL], []
         for _ in range(n):
@@ -155,6 +189,8 @@ class BlockPool:
                 before, after = previous[block], following[block]
                 following[before], previous[after] = after, before
                 self.n_free -= 1
+                if self._span > 1 and block not in self._keys:
+                    self._n_empty[(block - 1) // self._span] -= 1
             refs[block] += 1
 
     def free(self, ids: Sequence[int]) -> None:
@@ -183,6 +219,9 @@ class BlockPool:
             if fresh := [b for b in idle if b not in keys]:
                 self._link(fresh, self._next[NULL])
                 idle = [b for b in idle if b in keys]
+                self._count_empty(fresh)
+        elif self._span > 1:
+            self._count_empty([b for b in idle if b not in self._keys])
         if idle:
             self._link(idle, NULL)
 
@@ -194,13 +233,19 @@ class BlockPool:
         Raises:
           UsageError: it has no reference.
         """
-        self._check((block_id,))
-        if not self._refs[block_id]:
+        if not (0 <= block_id < self.n_blocks and self._refs[block_id]):
+            self._check((block_id,))
             raise UsageError(f"block {block_id} is held by nobody; register it before it is freed")
         key = (group, entry)
-        if not self.caching or key in self._keys.get(block_id, ()):
+        if not self.caching:
             return
-        self._keys.setdefault(block_id, []).append(key)
+        keys = self._keys.get(block_id)
+        if keys is None:
+            self._keys[block_id] = [key]
+        elif key in keys:
+            return
+        else:
+            keys.append(key)
         self._index.add(group, entry, block_id)
         if self._events is not None:
             last = self._events[-1] if self._events else None
@@ -209,14 +254,18 @@ class BlockPool:
                 entry.parent,
             ):
                 last.hashes.append(entry.digest)
-                last.tokens.extend(entry.tokens)
+                last.data.append(entry.data)
             else:
-                tokens = list(entry.tokens)
-                self._events.append(BlockStored(group, [entry.digest], entry.parent, tokens))
+                stored = BlockStored(group, [entry.digest], entry.parent, [entry.data])
+                self._events.append(stored)
 
     def find(self, group: int, entry: PrefixHash) -> int | None:
         """A block with this prefix hash, or None."""
         return self._index.find(group, entry)
+
+    def may_have(self, group: int, digest: bytes) -> bool:
+        """Whether a block has a prefix hash of this digest."""
+        return self._index.has(group, digest)
 
     def forget(self, ids: Sequence[int]) -> None:
         """Removes all keys of blocks, in use or free, whose contents turned out to be damaged."""
@@ -224,6 +273,8 @@ class BlockPool:
         for block in ids:
             if block in self._keys:
                 self._evict(block)
+                if not self._refs[block]:
+                    self._count_empty([block])
 
     def take_events(self) -> list[Event]:
         """What happened since the last call, in order."""
@@ -267,6 +318,46 @@ class BlockPool:
             self.n_evicted += 1
             if self._events is not None:
                 self._events.append(BlockRemoved(group, entry.digest))
+
+    def _take_near(self, n: int, after: int) -> list[int]:
+        """See `take`."""
+        following, previous, refs, keys = self._next, self._prev, self._refs, self._keys
+        out: list[int] = []
+        block = after + 1
+        while len(out) < n:
+            inside = after != NULL and block < self.n_blocks
+            if not inside or (block - 1) // self._span != (after - 1) // self._span:
+                block = self._new_span()
+            elif refs[block] or block in keys:
+                block += 1
+                continue
+            before, beyond = previous[block], following[block]
+            following[before], previous[beyond] = beyond, before
+            refs[block] = 1
+            self._n_empty[(block - 1) // self._span] -= 1
+            self.n_free -= 1
+            out.append(block)
+            after, block = block, block + 1
+        return out
+
+    def _new_span(self) -> int:
+        """An empty block of a span with most of them: the first, or one in their middle."""
+        i = max(range(len(self._n_empty)), key=self._n_empty.__getitem__)
+        if not self._n_empty[i]:
+            i = (self._next[NULL] - 1) // self._span
+        first = 1 + i * self._span
+        blocks = range(first, min(first + self._span, self.n_blocks))
+        if not self._n_empty[i]:
+            idle = [b for b in blocks if not self._refs[b]]
+            self.forget(idle)
+        empty = [b for b in blocks if not self._refs[b] and b not in self._keys]
+        # Where others live, in the middle, so that they are long in finding each other's blocks.
+        return empty[0 if len(empty) == len(blocks) else len(empty) // 2]
+
+    def _count_empty(self, blocks: Sequence[int]) -> None:
+        if self._span > 1:
+            for block in blocks:
+                self._n_empty[(block - 1) // self._span] += 1
 
     def _link(self, blocks: list[int], end: int) -> None:
         """Puts blocks into the queue, before another one or, with the null block, last."""

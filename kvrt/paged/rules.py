@@ -20,6 +20,8 @@ class BlockRules:
       partial: whether hits may end within a block, which is then copied.
       checkpoint_interval: of windows and states, hits that end at multiples of it are kept, in
         tokens; None is every multiple of `align`, 0 only the end of each prompt.
+      marked_states: whether states are kept at marked ends alone, see `BlockManager.keep_hits`, and
+        not wherever a step ended with a block.
       n_lookahead: drafts of a request that every allocation leaves room for.
       drafts: groups of layers that draft tokens: the last block of a hit is computed again.
     """
@@ -30,6 +32,7 @@ class BlockRules:
     hash_block_size: int | None = None
     partial: bool = False
     checkpoint_interval: int | None = None  # issue 18: context checkpoints every N tokens
+    marked_states: bool = False
     n_lookahead: int = 0  # issue 20: speculative decoding
     drafts: Collection[int] = ()  # issue 20: draft heads and LayerSkip
 

@@ -1,4 +1,9 @@
-"""Block tables as arrays: from sequences and positions to slots, and to block lists."""
+"""Block tables as arrays: from sequences and positions to slots, and to block lists.
+
+A block list has blocks of the device's arrays. Where these are larger than a group's blocks (see
+`PagedGroup.array_block`), a sequence's list has each of them once, in the order of its table, and
+others' cells in them are masked.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +14,9 @@ from kvrt.arrays import Int32
 from kvrt.config import MAX_POS
 from kvrt.paged.layout.spec import NULL, PagedGroup
 
+# Blocks of a table that are looked at one by one.
+_FEW = 64
+
 
 class BlockTables:
     """The block tables of one group, one a sequence.
@@ -18,15 +26,17 @@ class BlockTables:
     is i in the head of head[s] blocks, and i - lo[s] behind it.
     """
 
-    def __init__(self, group: PagedGroup, n_seq: int, n_entries: int):
+    def __init__(self, group: PagedGroup, n_seq: int, n_entries: int, n_array_blocks: int = 0):
         """Empty tables.
 
         Args:
           group: whose tables.
           n_seq: sequences.
           n_entries: blocks that a sequence has at most, those left out that slid out of a window.
+          n_array_blocks: blocks of the arrays, where these are larger than the group's.
         """
-        self.block_size = group.block_size
+        self.block_size, self.array_block = group.block_size, group.block_size * group.n_span
+        self._first_cell = group.first_cell
         self._kind, self._size = group.kind, group.size
         self._n_sink_blocks = -(-group.n_sink // group.block_size)
         self._ids = np.zeros((n_seq, n_entries), np.int32)
@@ -35,6 +45,12 @@ class BlockTables:
         # Positions from `start` on lie `gap` cells further on, after those of dropped tokens.
         self._start, self._gap = np.zeros(n_seq, np.int32), np.zeros(n_seq, np.int32)
         self._any_gap = self._any_head = False
+        # Where blocks of the arrays are larger: those of each table, and how many.
+        self._lists = (
+            self._ids if group.n_span == 1 else np.zeros((n_seq, n_array_blocks), np.int32)
+        )
+        self._is_wide = group.n_span > 1
+        self._n_listed = np.zeros(n_seq, np.int32)
 
     def put(self, seq: int, table: Sequence[int], n_head: int = 0) -> Int32[np.ndarray, " n"]:
         """Takes over a table that has grown at its end or become null behind its head.
@@ -68,7 +84,16 @@ class BlockTables:
         last = max(end - 1, lo)
         ids[last - lo : max(len(table) - lo, 0)] = table[last:]
         self._end[seq] = len(table)
-        return gone[gone != NULL]
+        gone = gone[gone != NULL]
+        if self._is_wide:
+            self._list_blocks(seq, None if len(gone) or not end else table[end:])
+        return gone
+
+    def shrink(self, seq: int, n: int) -> None:
+        """A table has lost what was behind its first n entries, which held no token."""
+        self._end[seq] = n
+        if self._is_wide:
+            self._list_blocks(seq, None)
 
     def drop(self, seq: int, table: Sequence[int], start: int, gap: int) -> None:
         """Takes over a table that blocks have left, see `BlockManager.drop`."""
@@ -84,7 +109,7 @@ class BlockTables:
     def clear(self, seq: int) -> Int32[np.ndarray, " n"]:
         """Empties a table and returns the blocks that it had."""
         had = self.blocks(seq)
-        self._head[seq] = self._lo[seq] = self._end[seq] = 0
+        self._head[seq] = self._lo[seq] = self._end[seq] = self._n_listed[seq] = 0
         if self._any_head:
             self._any_head = bool(self._head.any())
         if self._any_gap:
@@ -101,8 +126,9 @@ class BlockTables:
         """Blocks of all tables, one after the other."""
         return np.concatenate([self.blocks(seq) for seq in range(len(self._ids))])
 
-    def block(self, seq: int, index: int) -> int:
-        """The block at an index of a sequence."""
+    def block(self, seq: int, pos: int) -> int:
+        """The block that a position of a sequence lies in."""
+        index = int(self._cell(np.array(seq), np.array(pos))) // self.block_size
         return int(self._ids[seq, self._entry(seq, index)])
 
     def slots(
@@ -111,7 +137,7 @@ class BlockTables:
         """The slot mapping: the cell of the token of each sequence at each position."""
         index, inside = np.divmod(self._cell(seqs, pos), np.int32(self.block_size))
         ids = self._ids[seqs, self._entry(seqs, index)]
-        return ids * np.int32(self.block_size) + inside
+        return ids * np.int32(self.block_size) + np.int32(self._first_cell) + inside
 
     def held(self, seq: int, pos: Int32[np.ndarray, " n"]) -> Int32[np.ndarray, " m"]:
         """Those of some positions of a sequence whose blocks have not slid out of its window."""
@@ -135,8 +161,13 @@ class BlockTables:
           A block list a sequence, in order, and how many blocks it has.
         """
         # What is not read may hold anything in range.
-        tables = np.zeros((size, self._ids.shape[1]), np.int32)
+        tables = np.zeros((size, self._lists.shape[1]), np.int32)
         n_blocks = np.zeros(size, np.int32)
+        if self._is_wide:
+            n_blocks[: len(seqs)] = self._n_listed[seqs]
+            width = int(n_blocks.max(initial=0))
+            tables[: len(seqs), :width] = self._lists[seqs, :width]
+            return tables, n_blocks
         start, n = self._seen(seqs, n_tokens)
         if start.any():
             # A window has moved within the table; few sequences at a time do.
@@ -153,7 +184,16 @@ class BlockTables:
     def block_list(self, seq: int, n_tokens: int) -> Int32[np.ndarray, " n"]:
         """The block list of the token after the first n_tokens of a sequence."""
         start, n = self._seen(np.array([seq]), np.array([n_tokens], np.int32))
-        return self._listed(seq, int(start[0]), int(n[0]))
+        found = self._listed(seq, int(start[0]), int(n[0]))
+        return self.array_blocks(found) if self._is_wide else found
+
+    def array_blocks(self, ids: Int32[np.ndarray, " n"]) -> Int32[np.ndarray, " m"]:
+        """The blocks of the arrays that some blocks of the group lie in, each once, in order."""
+        first = ids[ids != NULL] * np.int32(self.block_size) + np.int32(self._first_cell)
+        found = first // np.int32(self.array_block)
+        if len(found) > _FEW:
+            found = found[np.diff(found, prepend=-1) != 0]
+        return np.array(list(dict.fromkeys(found.tolist())), np.int32)
 
     def prefix_blocks(
         self, seq: int, n_tokens: int
@@ -172,6 +212,16 @@ class BlockTables:
         )
         _, i, j = np.intersect1d(at, there, assume_unique=True, return_indices=True)
         return ids[i], others[j]
+
+    def _list_blocks(self, seq: int, new: Sequence[int] | None) -> None:
+        """Lists the blocks of the arrays that a table lies in, to which some were appended."""
+        ids = self.blocks(seq) if new is None else np.array(new, np.int32)
+        n, found = 0 if new is None else int(self._n_listed[seq]), self.array_blocks(ids)
+        if n:
+            known = set(self._lists[seq, :n].tolist())
+            found = [x for x in found.tolist() if x not in known]
+        self._lists[seq, n : n + len(found)] = found
+        self._n_listed[seq] = n + len(found)
 
     def _n_entries(self, seq: int) -> int:
         """Entries of a table."""

@@ -109,16 +109,14 @@ def of_cells(
     recurrent: RecurrentSpec | None,
     config: CacheConfig,
     *,
-    n_kept: int = 0,
     n_pinned: int = 0,
 ) -> Estimate:
-    """What a `Runtime` allocates beside its weights, or an `Engine` in cell mode.
+    """What a `Runtime` allocates beside its weights.
 
     Args:
       groups: of the model.
       recurrent: its recurrent layers.
       config: sizes and types.
-      n_kept: sequences that an engine with a prefix cache may keep, `prefixes.N_KEPT`.
       n_pinned: first positions that windows keep, for the policy of an engine or a `Runtime`.
 
     Raises:
@@ -133,8 +131,7 @@ def of_cells(
         parts.append(_states(recurrent, config))
     return Estimate(
         parts=tuple(parts),
-        index_bytes=n_cells * _index_bytes(config)
-        + sum(size.n_cells for size in sizes) * _INT_BYTES * mask_words(n_kept),
+        index_bytes=n_cells * _index_bytes(config),
         label_bytes=sum(
             _labels(group.layers, (group.n_kv_heads, group.head_dim), config, size.n_slots)
             for group, size in zip(groups, sizes, strict=True)
@@ -150,6 +147,7 @@ def of_blocks(
     config: CacheConfig,
     *,
     plan: PagedPlan | None = None,
+    page: int | None = None,
 ) -> Estimate:
     """What paged mode allocates beside its weights: a pool a storage shape.
 
@@ -159,11 +157,12 @@ def of_blocks(
       config: n_ctx tokens of n_seq_max sequences together, in blocks of block_size; a step adds
         n_ubatch of them at most.
       plan: of an engine, whose pools may have more blocks than those tokens take; None has none.
+      page: as of `layer_caches`; 1 in cell mode of an engine.
 
     Raises:
       BadConfig: checkpoint_bytes are too few for one checkpoint.
     """
-    layers = layer_caches(groups, recurrent, config)
+    layers = layer_caches(groups, recurrent, config, page)
     return _of_grouping(group_layers(layers), layers, groups, config, plan)
 
 
@@ -182,10 +181,9 @@ def of_pages(
 
 def plan_bytes(plan: PagedPlan, config: CacheConfig) -> int:
     """What pools of so many blocks take, with what arrays are rounded up by, and their cells."""
-    arrays, n_bytes = _pool_arrays(plan), 0
-    for i, pool in enumerate(plan.pools):
-        n_bytes += pool.block_bytes * (arrays[i].n_blocks if i in arrays else pool.n_blocks)
-    return n_bytes + _cell_bytes(arrays, config)
+    n_blocks = _array_counts(plan)
+    n_bytes = sum(pool.block_bytes * n_blocks[i] for i, pool in enumerate(plan.pools))
+    return n_bytes + _cell_bytes(_pool_arrays(plan), config)
 
 
 def paged_tail_bytes(
@@ -283,7 +281,7 @@ def _of_grouping(
     alike: dict[tuple, list[int]] = {}
     for i, group in enumerate(grouping.groups):
         alike.setdefault((group.kind, group.size, group.n_sink, group.pool), []).append(i)
-    arrays = _pool_arrays(plan)
+    arrays, n_blocks = _pool_arrays(plan), _array_counts(plan)
     types = {x.layer: f"{x.type_k}/{x.type_v}" for x in layers if x.kind != "recurrent"}
     return Estimate(
         parts=tuple(_blocks(grouping, ids, types, config, n_batch) for ids in alike.values()),
@@ -293,8 +291,7 @@ def _of_grouping(
             for x, y in zip(plan.pools, least.pools, strict=True)
         ),
         rounding_bytes=sum(
-            (x.n_blocks - plan.pools[p].n_blocks) * plan.pools[p].block_bytes
-            for p, x in arrays.items()
+            (n_blocks[i] - pool.n_blocks) * pool.block_bytes for i, pool in enumerate(plan.pools)
         ),
         null_bytes=sum(p.block_bytes for p in plan.pools),
         tail_bytes=paged_tail_bytes(groups, plan, config),
@@ -312,11 +309,21 @@ def _of_grouping(
 
 def _pool_arrays(plan: PagedPlan) -> dict[int, Extent]:
     """The arrays of pools with cells; those of states alone have as many blocks as they give."""
-    sizes = {g.pool: 0 for g in plan.groups}
+    sizes = {g.pool: (0, 0) for g in plan.groups}
     for g in plan.groups:
         # States lie in no cells.
-        sizes[g.pool] = max(sizes[g.pool], 0 if g.kind == "recurrent" else g.block_size)
-    return {p: pool_extent(plan.pools[p].n_blocks, b) for p, b in sizes.items() if b}
+        of_group = (0, 0) if g.kind == "recurrent" else (g.block_size, g.array_block)
+        sizes[g.pool] = max(sizes[g.pool], of_group)
+    return {p: pool_extent(plan.pools[p].n_blocks, *x) for p, x in sizes.items() if x[0]}
+
+
+def _array_counts(plan: PagedPlan) -> list[int]:
+    """By pool the blocks that the arrays have room for."""
+    out = [pool.n_blocks for pool in plan.pools]
+    for p, size in _pool_arrays(plan).items():
+        n_span = max(g.n_span for g in plan.groups if g.pool == p and g.kind != "recurrent")
+        out[p] = size.n_blocks * n_span
+    return out
 
 
 def _cell_bytes(arrays: Mapping[int, Extent], config: CacheConfig) -> int:

@@ -184,7 +184,7 @@ def _pool_store(
         n_kv_heads=spec.n_kv_heads,
         head_dim=spec.dim_k,
         head_dim_v=spec.dim_v,
-        extent=pool_extent(plan.pools[pool].n_blocks, of.block_size),
+        extent=pool_extent(plan.pools[pool].n_blocks, of.block_size, of.array_block),
         type_k=type_k,
         type_v=type_v,
     )

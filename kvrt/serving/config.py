@@ -66,8 +66,6 @@ class EngineConfig:
         take_whole_numbers(self)
         if self.mode not in get_args(Mode):
             raise BadConfig(f"mode {self.mode!r}; 'cell' or 'paged'")
-        if self.mode == "cell" and self.tiers is not None:
-            raise BadConfig("tiers keep blocks, and cell mode has none; use mode='paged'")
         if self.mode == "cell" and self.hash_block_size is not None:
             raise BadConfig(
                 "hash_block_size is for hits within blocks, in cell mode a hit ends at any token; "
@@ -82,6 +80,21 @@ class EngineConfig:
             raise BadConfig(
                 "sessions go into the prefix cache, and there is none; set prefix_cache"
             )
+
+    def page(self, config: CacheConfig) -> int | None:
+        """Tokens of a block of the manager: in cell mode 1; None is block_size.
+
+        Tiers copy whole blocks of the arrays, and keys by channel share scales in one: then those
+        are what a request gets in cell mode too.
+        """
+        by_block = self.tiers is not None or any_by_channel(config.type_k)
+        return 1 if self.mode == "cell" and not by_block else None
+
+    def fine(self, config: CacheConfig) -> int | None:
+        """Tokens that hits end at multiples of, within blocks; None is whole blocks."""
+        if self.mode == "cell" and any_by_channel(config.type_k):
+            return CELLS_OF_SCALE
+        return self.page(config) or self.hash_block_size
 
     def fitted(self, config: CacheConfig) -> "EngineConfig":
         """These options with rules, for a cache that an engine can serve from.
@@ -143,12 +156,6 @@ class EngineConfig:
     def _check_by_channel(self, config: CacheConfig) -> None:
         """Refuses keys by channel where cells that share a scale are not one request's tokens."""
         size, n = self.hash_block_size, CELLS_OF_SCALE
-        if self.mode == "cell":
-            raise BadConfig(
-                f"keys of {config.type_k} share a scale by {n} cells, which in cell mode are of "
-                "several requests, so that a request would not get what it gets alone; use "
-                "mode='paged', or another type of keys"
-            )
         if size is not None and size % n:
             raise BadConfig(
                 f"keys of {config.type_k} share a scale by {n} tokens, and a hit at a multiple of "

@@ -3,16 +3,14 @@
 import dataclasses
 from collections.abc import Callable
 
-from kvrt.cellcache import window
-from kvrt.config import CacheConfig, GroupSpec, MaskSpec
+from kvrt.config import CacheConfig, GroupSpec
 from kvrt.errors import BadConfig, BadRequest
 from kvrt.policies import DropSchedule, Policy, Schedule
 from kvrt.policies.schedule import n_first
 from kvrt.policies.self_extend import ExtendSchedule, extend_schedule
 from kvrt.program.layout import Layout
-from kvrt.serving.cache.base import Space
+from kvrt.serving.cache.space import Space
 from kvrt.serving.request import Request
-from kvrt.sizes import extent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,9 +22,6 @@ class Contexts:
       n_ctx: tokens of one request in the cache at most.
       n_step: tokens of a step.
       requantizes: `CacheConfig.requantizes`, whether a K-shift rounds keys again.
-      masks: of layers that use the cells of a window again.
-      n_pinned: first positions of a request that those never use again, so that a policy which
-        drops none of them may drop as it likes; None is no position.
       fits: whether the cache has room for a request of a context.
       refusal: why no request may have a policy here; empty if it may.
       extend: SelfExtend in the cache; None without it.
@@ -37,8 +32,6 @@ class Contexts:
     n_ctx: int
     n_step: int
     requantizes: bool
-    masks: tuple[MaskSpec, ...]
-    n_pinned: int | None
     fits: Callable[[DropSchedule], bool]
     refusal: str = ""
     extend: ExtendSchedule | None = None
@@ -75,9 +68,6 @@ class Contexts:
         context = dataclasses.replace(context, n_left=context.left_of(n_prompt, n_whole))
         if wrong := self._no_room(context):
             raise BadRequest(f"{request.name}: {wrong}")
-        pinned = self.n_pinned is not None and policy.n_keep <= self.n_pinned
-        for mask in () if pinned else self.masks:
-            self._check_window(request, context, mask)
         return context
 
     def _context(self, policy: Policy) -> DropSchedule:
@@ -112,24 +102,6 @@ class Contexts:
             "blocks more for the cells of dropped ones; lower n_ctx_seq or raise n_ctx"
         )
 
-    def _check_window(self, request: Request, context: DropSchedule, mask: MaskSpec) -> None:
-        """Refuses drops after which a token would see positions that layers have used again.
-
-        Raises:
-          BadRequest: one of them leaves less than a window.
-        """
-        for n_past, drop in context.events(len(request.tokens), request.n_whole):
-            lost = window.horizon(mask, n_past)
-            lost = lost - drop.n if lost > drop.p1 else min(lost, drop.p0)
-            if lost > window.horizon(mask, n_past - drop.n):
-                raise BadRequest(
-                    f"{request.name}: {type(context.policy).__name__} drops {drop.n} of {n_past} "
-                    f"tokens from {drop.p0} on, after which layers with a {mask.kind} of "
-                    f"{mask.size} would see what they have used again; give the engine a policy "
-                    f"that keeps {drop.p0}, drop fewer at once, raise n_ctx (and n_ctx_seq), or "
-                    "set swa_full"
-                )
-
 
 def contexts_of(
     policy: Policy | None, config: CacheConfig, layout: Layout, space: Space, n_ctx: int
@@ -146,21 +118,15 @@ def contexts_of(
     Raises:
       BadConfig: no request could have the policy.
     """
-    paged = space.in_blocks
-    rolling = [] if paged else [g.mask for g in layout.groups if extent(g, config).rolls]
     return Contexts(
         policy=policy,
         n_ctx=n_ctx,
         n_step=config.n_ubatch,
         requantizes=config.requantizes,
-        masks=tuple(dict.fromkeys(rolling)),
-        n_pinned=space.n_pinned,
         fits=space.fits,
-        refusal=_refusal(layout, len(rolling), config, paged=paged),
+        refusal=_refusal(layout, config),
         extend=extend_schedule(config),
-        n_sink=max((g.mask.n_sink for g in layout.groups if _passes(g, config)), default=0)
-        if paged
-        else 0,
+        n_sink=max((g.mask.n_sink for g in layout.groups if _passes(g, config)), default=0),
     ).check()
 
 
@@ -168,19 +134,13 @@ def _passes(group: GroupSpec, config: CacheConfig) -> bool:
     return group.mask.kind in ("window", "chunked") and not config.swa_full
 
 
-def _refusal(layout: Layout, n_rolling: int, config: CacheConfig, *, paged: bool) -> str:
+def _refusal(layout: Layout, config: CacheConfig) -> str:
     extend = config.self_extend
     if extend is not None and extend.kind == "cache":
         return "and SelfExtend in the cache both move positions; choose one of them"
-    if layout.recurrent is not None and (paged or config.on_states == "refuse"):
-        remedy = "" if paged else " (or set on_states to 'keep')"
+    if layout.recurrent is not None and config.on_states == "refuse":
         return (
             "takes positions out of a sequence, which the state of recurrent layers cannot "
-            f"forget; do without it and raise n_ctx{remedy}"
-        )
-    if not paged and n_rolling == len(layout.groups):
-        return (
-            "has nothing to drop: all layers use the cells of their window again, and no request "
-            "outgrows them; do without it, or set swa_full"
+            "forget; do without it and raise n_ctx (or set on_states to 'keep')"
         )
     return ""

@@ -300,6 +300,10 @@ class _Both:
         """As of the pool."""
         return self._pool.n_evicted
 
+    def may_have(self, group: int, digest: bytes) -> bool:
+        """True, for a tier says it of whole prefix hashes alone."""
+        return True
+
     def find(self, group: int, entry: PrefixHash) -> int | None:
         """A block of the pool, or a number below 0."""
         found = self._pool.find(group, entry)

@@ -8,7 +8,7 @@ import array
 import dataclasses
 import functools
 import sys
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from kvrt.config import MAX_SEQUENCES
 from kvrt.drafts.back_off import BackOff
@@ -159,13 +159,6 @@ class Request:
         return ids.tobytes()
 
 
-class CellHit(NamedTuple):
-    """The first n_tokens of a sequence of a cell cache, which others may share."""
-
-    seq_id: int
-    n_tokens: int
-
-
 @dataclasses.dataclass(slots=True, eq=False)
 class SeqState:
     """One sample of a request, from its arrival to its end, and all that belongs to it.
@@ -244,7 +237,7 @@ class SeqState:
     seq_id: int | None = None
     capacity: int = 0
     chain: Chain | None = dataclasses.field(default=None, repr=False)
-    hit: Hit | CellHit | None = dataclasses.field(default=None, repr=False)
+    hit: Hit | None = dataclasses.field(default=None, repr=False)
     n_shared: int | None = None
     n_session: int | None = None
     n_ahead: int = 0
@@ -287,15 +280,15 @@ class SeqState:
         """Whether it may be preempted: nothing was dropped, and it has more than it reserved."""
         return not self.n_dropped and self.n_computed >= self.n_reserved
 
-    def asks_sessions(self, hit: Hit | CellHit | None) -> bool:
+    def asks_sessions(self, hit: Hit) -> bool:
         """Whether sessions were not asked for more than a hit, or a private prefix has gone."""
         return self.n_session is None or self.lacks_prefix(hit)
 
-    def lacks_prefix(self, hit: Hit | CellHit | None) -> bool:
+    def lacks_prefix(self, hit: Hit) -> bool:
         """Whether a hit is short of the private prefix that it brings along."""
         if self.request.private_prefix is None:
             return False
-        return self.n_session is None or (hit.n_tokens if hit else 0) < self.n_session
+        return self.n_session is None or hit.n_tokens < self.n_session
 
     @property
     def n_past(self) -> int:

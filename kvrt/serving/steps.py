@@ -23,7 +23,7 @@ from kvrt.errors import BadRequest
 from kvrt.program.device import Device
 from kvrt.program.sample import NO_TOKEN, Sampler
 from kvrt.serving.beams.running import RunningBeams
-from kvrt.serving.cache.base import Space
+from kvrt.serving.cache.space import Space
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.drafting.engine_drafts import EngineDrafts
 from kvrt.serving.metrics import EngineStats, Metrics, device_counts

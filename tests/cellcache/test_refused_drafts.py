@@ -9,8 +9,8 @@ import pytest
 
 from kvrt import CacheConfig, GroupSpec, MaskSpec
 from kvrt.cellcache import window
+from kvrt.cellcache.host_cells import HostCells
 from kvrt.cells.cells import owned
-from kvrt.serving.cache.engine_cells import EngineCells
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +25,7 @@ def opened(mask):
         for i, m in enumerate((mask, MaskSpec()))
     ]
     sizes = {"n_ctx": 1024, "n_seq_max": N_SEQ, "block_size": 4}
-    return EngineCells(specs, None, CacheConfig(**sizes, n_ubatch=2 * (N_DRAFT + 1)))
+    return HostCells(specs, None, CacheConfig(**sizes, n_ubatch=2 * (N_DRAFT + 1)))
 
 
 def append(host, ends, tokens, n_kept):

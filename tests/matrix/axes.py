@@ -148,7 +148,7 @@ REFUSED = (
         "policy takes positions out of a sequence, which the state .* cannot forget; do without it",
         "a state depends on all its tokens in their order, and none can be taken out of it: each "
         'drop would compute what is kept once more; `on_states="keep"` drops in attention alone '
-        "in a Runtime and in an Engine's cells (`tests/policies/test_kept_states.py`)",
+        "(`tests/policies/test_kept_states.py`)",
     ),
     Rule(
         "R17",
@@ -174,14 +174,6 @@ REFUSED = (
         "windows use their cells again, so that a position has no place; `to_blocks` refuses",
     ),
     Rule(
-        "R9",
-        {"where": "engine_cells", "dtype": "kivi4"},
-        "refused",
-        "in cell mode are of several requests, so that a request would not get what it gets alone",
-        "32 cells side by side share a scale, and in cell mode they are of several requests: one "
-        "would not get what it gets alone",
-    ),
-    Rule(
         "R23",
         {"layers": "latent", "attention": "gpu tpu"},
         "refused",
@@ -202,20 +194,6 @@ REFUSED = (
         "refused",
         "a cache of [24] bits: the TPU kernel reads f32, bf16 and int8; use",
         "their scales are float16, of which TPUs have no vectors",
-    ),
-    Rule(
-        "R16",
-        {"where": "engine_cells", "state": "tiers"},
-        "refused",
-        "tiers keep blocks, and cell mode has none; use mode='paged'",
-        "tiers keep whole blocks",
-    ),
-    Rule(
-        "R19",
-        {"policy": DROPS, "where": "engine_cells", "layers": "window chunked"},
-        "refused",
-        "has nothing to drop: all layers use the cells of their window again",
-        "no request outgrows layers that all forget by themselves",
     ),
     Rule(
         "R24",

@@ -45,7 +45,7 @@ EQUAL = (
 )
 # Made, or refused, without compiling anything.
 QUICK = (
-    *("R3", "R5", "R7", "R8", "R9", "R11", "R13", "R16", "R19", "R23", "R24", "R25", "R26"),
+    *("R3", "R5", "R7", "R8", "R11", "R13", "R23", "R24", "R25", "R26"),
     *("R28", "R30", "R34", "R41", "R42"),
 )
 

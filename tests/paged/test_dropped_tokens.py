@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given
-from paged_cases import Cache, chunked, full, state, text, window
+from paged_cases import Cache, chunked, full, text, window
 
 from kvrt.errors import UsageError
 from kvrt.paged.hits import Wanted
@@ -253,8 +253,4 @@ def test_who_drops_says_so_before():
     cache = Cache([full(4), window(8, b=4)], 64)
     cache.start("a", text(20))
     with pytest.raises(UsageError, match="admit it with what it keeps"):
-        cache.paged.drop("a", 5)
-    cache = Cache([full(4), state(4)], 64)
-    cache.paged.allocate("a", 8, whole=Moving(n_most=8, n_keep=2))
-    with pytest.raises(UsageError, match="or has states"):
         cache.paged.drop("a", 5)

@@ -155,3 +155,31 @@ def test_without_caching_blocks_are_used_in_turn():
     assert pool.find(0, ENTRIES[0]) is None
     pool.free([block])
     assert pool.queue() == [2, 3, 1]
+
+
+def test_blocks_behind_the_last_one_are_taken_first_then_those_of_the_emptiest_span():
+    pool = BlockPool(13, span=4)  # spans of blocks 1 to 4, 5 to 8 and 9 to 12
+    a = pool.take(2)
+    b = pool.take(3)
+    assert (a, b) == ([1, 2], [5, 6, 7])
+    assert pool.take(3, a[-1]) == [3, 4, 9]  # a span of its own while there is one
+    assert pool.take(2, b[-1]) == [8, 11]  # in the middle of what is empty
+    assert pool.n_free == 2 and sorted(pool.queue()) == [10, 12]
+    pool.free([5, 6, 7])
+    assert pool.take(4, 11) == [12, 6, 7, 5]
+    with pytest.raises(CacheFull, match="2 blocks wanted, 1 of 12 are free"):
+        pool.take(2)
+
+
+def test_where_no_block_is_empty_a_span_loses_its_hashes_at_once():
+    pool, prompt = BlockPool(9, span=4), Chain(1)
+    prompt.extend(range(8))
+    blocks = pool.take(8)
+    for block, entry in zip(blocks, prompt.hashes, strict=True):
+        pool.register(block, 0, entry)
+    pool.free(blocks[::-1])
+    pool.touch([2])  # somebody found it
+    assert pool.take(2) == [5, 6] and pool.n_evicted == 4
+    assert [pool.find(0, e) for e in prompt.hashes] == [1, 2, 3, 4, None, None, None, None]
+    pool.forget([3])
+    assert pool.take(3, 6) == [7, 8, 3]

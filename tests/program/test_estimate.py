@@ -1,6 +1,7 @@
 """What a cache is said to take, against the arrays of a runtime or an engine that was then made."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -20,7 +21,6 @@ from kvrt.errors import BadConfig
 from kvrt.paged.layout.groups import group_layers, layer_caches
 from kvrt.paged.layout.sizing import for_tokens
 from kvrt.program import estimate
-from kvrt.serving.cache.prefixes import N_KEPT
 from kvrt.sizes import rounded_up
 from tests.toys import HybridLm, ToyLm
 
@@ -74,17 +74,13 @@ SIZES = CONFIGS | {"checkpoints": dataclasses.replace(next(iter(CONFIGS.values()
 def test_an_engine_takes_what_was_said(model, mode, config):
     model, n_batch = model(), max(config.n_ubatch, config.n_seq_max)
     config = dataclasses.replace(config, n_rs_seq=0, n_ubatch=n_batch)
-    if mode == "paged":
-        said = estimate.of_blocks(model.groups, model.recurrent, config)
-    else:
-        said = estimate.of_cells(model.groups, model.recurrent, config, n_kept=N_KEPT)
+    page = 1 if mode == "cell" else None
+    said = estimate.of_blocks(model.groups, model.recurrent, config, page=page)
     engine = Engine(model, config, EngineConfig(mode=mode))
     cache, space = engine.device.cache, engine.space
-    # Of checkpoints only pools have room from the start.
-    checkpoints = said.checkpoint_bytes if mode == "paged" else 0
-    assert said.cache_bytes + checkpoints == n_bytes(cache.stores) + n_bytes(cache.states)
-    paged = mode == "paged"
-    host = [x.cells for x in (space._arrays._cells.values() if paged else space._host.groups)]
+    made = n_bytes(cache.stores) + n_bytes(cache.states)
+    assert said.cache_bytes + said.checkpoint_bytes == made
+    host = [x.cells for x in space._arrays._cells.values()]
     assert said.index_bytes == n_bytes(cache.cells) + n_bytes(host)
 
 
@@ -103,7 +99,8 @@ def test_labels_of_sparse_reads_are_counted(mode, select):
     if mode == "cell" and select.unit > 1:
         pytest.skip("refused: which cells are units depends on other requests")
     model, config = ToyLm(n_layers=3), dataclasses.replace(CONFIGS["plain"], select=select)
-    how = estimate.of_blocks if mode == "paged" else estimate.of_cells
+    how = estimate.of_cells if mode == "runtime" else estimate.of_blocks
+    how = functools.partial(how, page=1) if mode == "cell" else how
     said = how(model.groups, None, config)
     engine = Engine(model, config, EngineConfig(mode=mode)) if mode != "runtime" else None
     made = engine.stats().cache_bytes if engine else Runtime(model, config).stats().cache_bytes

@@ -13,7 +13,7 @@ from tests.marks import in_turn, slow
 from tests.numpy_device.device import compiled
 from tests.serving.engines import KINDS, N_BATCH, N_ROWS, alone, ask, make, runtime
 from tests.serving.plainbeams import beam_search
-from tests.serving.soundcells import assert_sound
+from tests.serving.soundspace import assert_sound
 
 pytestmark = pytest.mark.usefixtures("numpy_device")
 
@@ -49,9 +49,6 @@ def brute_force(kind, request, n_ctx=128, extend=None):
 def assert_nothing_is_left(engine):
     space = engine.space
     assert len(space._free) == N_ROWS and space._n_ahead == 0
-    if engine.options.mode == "cell":
-        assert space._n_promised == 0
-        return
     assert not any(space.manager.promises.n_kept())
     space.begin_step()
     assert all(p.n_free == p.n_blocks - 1 for p in space.pools)
@@ -68,12 +65,7 @@ def serve(engine, asked):
             key = out.id, out.sample
             tokens = got[key].tokens if key in got else ()
             got[key] = out._replace(tokens=(*tokens, *out.tokens))
-        if engine.options.mode == "cell":
-            assert 0 <= engine.space._n_promised <= engine.space._host.n_free
-            if engine.options.prefix_cache:
-                assert_sound(engine)
-        else:
-            assert min(engine.space.manager.promises.n_spare()) >= 0
+        assert_sound(engine)
     assert_nothing_is_left(engine)
     return got
 

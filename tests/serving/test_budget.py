@@ -31,8 +31,7 @@ def options(n_bytes, mode="paged", **more):
 def taken(engine):
     """Bytes of an engine's cache, and of positions and owners on the device and on the host."""
     cache, space = engine.device.cache, engine.space
-    paged = engine.options.mode == "paged"
-    host = [x.cells for x in (space._arrays._cells.values() if paged else space._host.groups)]
+    host = [x.cells for x in space._arrays._cells.values()]
     trees = cache.stores, cache.states, cache.cells, host
     return sum(x.nbytes for tree in trees for x in jax.tree.leaves(tree))
 

@@ -6,15 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from kvrt.errors import BadConfig
 from kvrt.policies import AttentionSinks, ContextShift
-from kvrt.serving.cache.prefixes import N_KEPT
-from kvrt.serving.config import EngineConfig
-from kvrt.serving.offload import TierConfig
 from kvrt.serving.scheduling.step_plan import Rules
 from tests.serving import engines
 from tests.serving.engines import N_ROWS, alone, ask, make
-from tests.serving.soundcells import assert_sound
+from tests.serving.soundspace import assert_sound
 
 pytestmark = pytest.mark.usefixtures("numpy_device")
 
@@ -68,10 +64,11 @@ def test_who_runs_is_found_as_well():
     engine.add_request(ask("first", [*start, 1], 8))
     engine.step()
     engine.add_request(ask("second", [*start, 2], 4))
-    before = engine.space._host.main.n_used
+    (pool,) = engine.space.pools
+    before = pool.n_free
     engine.step()
     # A token of each, and nothing was copied.
-    assert engine.space._host.main.n_used == before + 2
+    assert pool.n_free == before - 2
     tokens, n_cached = served(engine, [])
     assert n_cached["second"] == 12
     assert tokens["second", 0] == alone("full", ask("second", [*start, 2], 4))[1:]
@@ -135,46 +132,18 @@ def test_what_is_shared_is_neither_moved_nor_written(rope):
     engine = make("full", "cell", rules=rules, n_ctx=256, rope=rope)
     start = drawn(4, 20)
     served(engine, [ask("first", start, 4)])
-    host, (name,) = engine.space._host, engine.space._prefixes._tree
-    cells = host.main.cells
-    slots = np.flatnonzero(cells.seqs[:, name >> 5] >> np.uint32(name & 31) & 1).astype(np.int32)
-    before = engine.device.take_kv(0, slots)
+    before = engine.save(start)
     policies = (ContextShift(n_keep=9), AttentionSinks(n_sink=6, n_window=20))
     asked = [ask(f"p{i}", [*start, i], 60, policy=p, n=2) for i, p in enumerate(policies)]
     _, n_cached = served(engine, asked)
     assert list(n_cached.values()) == [9, 6]
-    after = engine.device.take_kv(0, slots)
-    for a, b in zip(*map(jax.tree.leaves, (before, after)), strict=True):
-        np.testing.assert_array_equal(a, b)
+    after = engine.save(start)
+    for a, b in zip(before.groups[0].blocks, after.groups[0].blocks, strict=True):
+        for x, y in zip(*map(jax.tree.leaves, ((a.k, a.v), (b.k, b.v))), strict=True):
+            np.testing.assert_array_equal(x, y)
     # What they moved is not found again, nor what they computed behind it.
-    served(engine, [ask("again", asked[0].tokens, 2)], sound=True)
-    tree = engine.space._prefixes._tree
-    assert {tree.n_tokens(x) for x in tree} <= {6, 9, 21, 22, 23}
-
-
-@pytest.mark.slow
-def test_more_sequences_than_numbers():
-    """The oldest go; what many share stays."""
-    engine, start = make("full", "cell", n_ctx=1024), drawn(5, 6)
-    for i in range(N_KEPT + 6):
-        served(engine, [ask(i, [*start, i % 32, i // 32], 1)], sound=False)
-    assert_sound(engine)
-    assert engine.space._prefixes.n_kept == N_KEPT
-    _, n_cached = served(engine, [ask("first", [*start, 0, 0, 1], 1)])
-    assert n_cached["first"] == 7
-    _, n_cached = served(
-        engine, [ask("last", [*start, (N_KEPT + 5) % 32, (N_KEPT + 5) // 32, 1], 1)]
-    )
-    assert n_cached["last"] == 8
-
-
-def test_a_turn_takes_the_place_of_the_one_before():
-    engine, text = make("full", "cell"), drawn(6, 9)
-    for i in range(4):
-        out = served(engine, [ask(i, text, 4)])[0][str(i), 0]
-        text = [*text, *out, i]
-    assert engine.space._prefixes.n_kept == 1
-    assert engine.space._prefixes._tree.n_tokens(next(iter(engine.space._prefixes._tree))) == 27
+    _, n_cached = served(engine, [ask("again", asked[0].tokens, 2)])
+    assert n_cached["again"] == 20
 
 
 def test_without_it_nothing_is_kept():
@@ -182,11 +151,4 @@ def test_without_it_nothing_is_kept():
     for name in "ab":
         _, n_cached = served(engine, [ask(name, drawn(7, 9))], sound=False)
         assert n_cached[name] == 0
-    assert len(engine.space._free) == N_ROWS and engine.space._host.main.n_used == 0
-
-
-def test_tiers_of_cells_are_refused_when_the_options_are_made():
-    with pytest.raises(
-        BadConfig, match="tiers keep blocks, and cell mode has none; use mode='paged'"
-    ):
-        EngineConfig(mode="cell", tiers=TierConfig(host_bytes=1 << 20))
+    assert len(engine.space._free) == N_ROWS and not engine.space.usage

@@ -88,8 +88,6 @@ def test_a_hit_within_a_block_ends_between_two_runs():
 
 
 def test_cells_that_share_a_scale_are_one_request_s():
-    with pytest.raises(BadConfig, match="share a scale by 32 cells, which in cell mode are of"):
-        Requests(96, mode="cell")
     with pytest.raises(BadConfig, match="hash_block_size 16 would cut them; make it a multiple"):
         Requests(96, hash_block_size=16)
 

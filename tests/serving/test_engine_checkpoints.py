@@ -11,7 +11,7 @@ from kvrt.errors import BadConfig, BadRequest
 from kvrt.serving.scheduling.step_plan import Rules
 from tests.serving import engines
 from tests.serving.engines import alone, ask, make
-from tests.serving.soundcells import assert_sound
+from tests.serving.soundspace import assert_sound
 
 pytestmark = pytest.mark.usefixtures("numpy_device")
 
@@ -23,7 +23,7 @@ FIRST = np.random.default_rng(7).integers(0, 32, 60).tolist()
 def served(engine, asked):
     """Tokens by request and sample, and the tokens that were cached of each when it began."""
     n_cached = {}
-    sound = functools.partial(assert_sound, engine) if not engine.space.in_blocks else lambda: None
+    sound = functools.partial(assert_sound, engine)
     tokens = engines.served(engine, asked, lambda x: n_cached.setdefault(x.id, x.n_cached), sound)
     return tokens, n_cached
 
@@ -70,7 +70,7 @@ def test_a_border_of_a_prompt_is_kept(mode):
 @pytest.mark.slow
 def test_kept_sequences_without_room_for_their_windows_keep_their_checkpoints():
     """One sequence at a time: what is kept of others are cells of full layers, and checkpoints."""
-    engine = make("recurrent", "cell", n_seq_max=1, **KEPT)
+    engine = make("recurrent", "cell", n_seq_max=1, **KEPT | {"n_checkpoints": 24})
     others = [np.random.default_rng(i).integers(0, 32, 40).tolist() for i in range(3)]
     for i, tokens in enumerate([FIRST, *others]):
         served(engine, [ask(f"first-{i}", tokens)])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrt import CacheConfig, Engine, EngineConfig, Rules, TierConfig
+from kvrt import CacheConfig, Engine, EngineConfig, Rules
 from kvrt.errors import BadConfig
 from tests.serving.engines import MODELS, ask, engine, make
 
@@ -13,7 +13,6 @@ CONFIG = CacheConfig(n_ctx=64, n_seq_max=2, block_size=8, n_ubatch=8)
     ("options", "told"),
     [
         ({"mode": "cell", "hash_block_size": 4}, "a hit ends at any token"),
-        ({"mode": "cell", "tiers": TierConfig(host_bytes=1)}, "tiers keep blocks"),
     ],
 )
 def test_options_that_fit_no_cache_are_refused_at_once(options, told):

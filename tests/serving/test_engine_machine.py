@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections import Counter
 
 import hypothesis.strategies as st
 import numpy as np
@@ -22,7 +21,7 @@ from kvrt.serving.offload import TierConfig
 from kvrt.serving.request import samples_of
 from kvrt.serving.scheduling.step_plan import Rules
 from tests.serving.engines import N_BATCH, N_ROWS, alone, ask, make
-from tests.serving.soundcells import assert_sound
+from tests.serving.soundspace import assert_sound
 from tests.serving.test_beams import brute_force
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("numpy_device")]
@@ -196,38 +195,7 @@ class Requests(RuleBasedStateMachine):
 
     @invariant()
     def no_block_is_lost(self):
-        space = self.engine.space
-        if self.mode == "cell":
-            n_held = sum(s.n_computed - s.n_dropped for s in self.engine.running)
-            n_held += len(self.pin.tokens) if self.pin else 0
-            # Samples of one prompt share its cells.
-            assert all(use.n_units - use.n_free <= n_held for use in space.pool_use())
-            assert 0 <= space._n_promised <= space._host.n_free
-            assert_sound(self.engine)
-            return
-        held = [Counter() for _ in space.pools]
-        group_of = [{} for _ in space.pools]
-        running = self.engine.running
-        for g, group in enumerate(space.groups):
-            for state in running:
-                ids = [b for b in space.manager.table(state.seq_id, g) if b]
-                held[group.pool].update(ids)
-                for b in ids:
-                    assert group_of[group.pool].setdefault(b, g) == g
-                # Room that a request with a policy has from its admission on.
-                spare = space.manager._requests[state.seq_id].spare
-                held[group.pool].update(spare[g] if spare else ())
-        for i, (pool, mine) in enumerate(zip(space.pools, held, strict=True)):
-            for hit in space.manager.promises._hits.values():
-                of_pool = [x for g, x in zip(space.groups, hit.blocks, strict=True) if g.pool == i]
-                mine.update(b for blocks in of_pool for b in blocks if b)
-            # Both ends of a copy are held until the step after it.
-            mine.update(space.manager._copies.held(i))
-            refs = {b: pool.n_refs(b) for b in range(1, pool.n_blocks) if pool.n_refs(b)}
-            assert refs == mine
-            assert pool.n_free + len(refs) == pool.n_blocks - 1
-            assert pool.n_cached <= pool.n_free
-        assert min(space.manager.promises.n_spare()) >= 0
+        assert_sound(self.engine)
 
     def teardown(self):
         # Policies have the room of a whole context, so that requests may well come one by one: what
@@ -244,8 +212,8 @@ class Requests(RuleBasedStateMachine):
         assert len(self.engine.space._free) == N_ROWS
         if self.mode == "paged":
             self.engine.tiers.flush()
-            self.engine.space.begin_step()
-            assert all(p.n_free == p.n_blocks - 1 for p in self.engine.space.pools)
+        self.engine.space.begin_step()
+        assert all(p.n_free == p.n_blocks - 1 for p in self.engine.space.pools)
 
 
 def machine(kind, mode, n, fine=None, extend=None, **rest):

@@ -63,8 +63,6 @@ def hit(at, n=43, **options):
 
 def free(at):
     """What each pool, or group, has free, and references: nothing is lost by a save or a load."""
-    if not hasattr(at.space, "pools"):
-        return at.space.pool_use(), at.space._n_promised, at.space._n_left
     return [(p.n_free, [p.n_refs(i) for i in range(p.n_blocks)]) for p in at.space.pools]
 
 
@@ -342,13 +340,12 @@ def test_cells_take_any_number_of_tokens_and_refuse_what_has_no_room():
     at.append(TEXT[:43])
     other = make("full", "cell", n_ctx=64)
     assert other.load(at.snapshot()) == {0: 43} and hit(other, 46)[0] == 43
-    assert other.load(at.snapshot()) == {0: 43} and other.space._prefixes.n_kept == 1
+    assert other.load(at.snapshot()) == {0: 43}
     other.add_request(ask("runs", TEXT[30:60], 30))
     other.step()
     before = free(other)
     at.append(TEXT[43:80])
-    n = other.space._n_left
-    with pytest.raises(CacheFull, match=f"the session needs 80 cells, {n} of 64 are free; raise"):
+    with pytest.raises(CacheFull, match="the session needs 34 cells, 10 of 64 are free; raise"):
         other.load(at.snapshot())
     assert free(other) == before
     run(other, [])
@@ -356,11 +353,7 @@ def test_cells_take_any_number_of_tokens_and_refuse_what_has_no_room():
     one_by_one = runtime_of("recurrent", n_seq_max=2)
     one_by_one.append(TEXT[:20], 0)
     one_by_one.append(TEXT[20:40], 1)
-    with pytest.raises(
-        CacheFull, match="2 sequences of a session beside 0 that run; there is room"
-    ):
-        states.load(one_by_one.snapshot())
-    assert states.load(one_by_one.snapshot(), [1]) == {1: 20}
+    assert states.load(one_by_one.snapshot()) == {0: 20, 1: 20}
 
 
 def test_less_than_a_block_is_no_session():

@@ -9,7 +9,7 @@ from kvrt.policies import AttentionSinks, ContextShift
 from kvrt.serving.scheduling.step_plan import Rules
 from tests.marks import first_fast, in_turn
 from tests.serving.engines import KINDS, N_BATCH, N_ROWS, ask, make, runtime
-from tests.serving.soundcells import assert_sound
+from tests.serving.soundspace import assert_sound
 
 pytestmark = pytest.mark.usefixtures("numpy_device")
 
@@ -40,8 +40,7 @@ def finish(engine, got):
         for out in engine.step():
             assert out.error is None
             got.setdefault((out.id, out.sample), []).extend(out.tokens)
-        if engine.options.mode == "cell" and engine.options.prefix_cache:
-            assert_sound(engine)
+        assert_sound(engine)
     assert len(engine.space._free) == N_ROWS
     return got
 

@@ -97,10 +97,7 @@ def test_a_reservation_is_kept_before_it_is_used(mode):
     while engine.has_work:
         engine.step()
     assert len(engine.space._free) == N_ROWS
-    if mode == "cell":
-        assert engine.space._n_promised == 0
-    else:
-        assert not any(engine.space.manager.promises.n_kept())
+    assert not any(engine.space.manager.promises.n_kept())
 
 
 @pytest.mark.slow

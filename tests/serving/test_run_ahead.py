@@ -18,7 +18,7 @@ from kvrt.serving.scheduling.step_plan import Rules
 from tests.numpy_device.device import installed
 from tests.runtime.test_bad_logits import poisoned
 from tests.serving.engines import MODELS, N_BATCH, N_ROWS, B, ask, make
-from tests.serving.soundcells import assert_sound
+from tests.serving.soundspace import assert_sound
 
 pytestmark = pytest.mark.slow
 SAMPLINGS = [Sampling(), Sampling(temp=1.5, seed=3), Sampling(temp=1, repeat_penalty=1.3, seed=1)]
@@ -100,8 +100,7 @@ class Run:
         for state in self.engine.running:
             assert 0 <= state.n_past_read <= 1 and min(state.tokens) >= 0
             assert state.n_computed - state.n_past_read < len(state.tokens)
-        if self.mode == "cell":
-            assert_sound(self.engine)
+        assert_sound(self.engine)
 
     def is_random(self, name):
         sampling = self.asked[int(name)].sampling

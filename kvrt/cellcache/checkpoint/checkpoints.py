@@ -37,13 +37,9 @@ Kept = tuple[Checkpoint, ...]  # of one sequence, by position
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """Checkpoints by sequence, ascending, one a position.
-
-    Those that are `spared` no limit of bytes evicts.
-    """
+    """Checkpoints by sequence, ascending, one a position."""
 
     kept: Mapping[int, Kept] = dataclasses.field(default_factory=dict)
-    spared: Kept = ()
 
     def of(self, seq_id: int) -> Kept:
         """Those of a sequence."""
@@ -122,8 +118,8 @@ def with_new(
 
     Where there are too many, the one goes without which the fewest tokens more may have to be
     evaluated again: those between its neighbours. So among n checkpoints of p tokens none is
-    further than the interval or 2 p / n from the one before it. The new one stays, unless those
-    that are spared leave its bytes no room; of equal ones the first goes.
+    further than the interval or 2 p / n from the one before it. The new one stays; of equal ones
+    the first goes.
     """
     mine = (*(x for x in checkpoints.of(seq_id) if x.pos < new.pos), new)
     while len(mine) > limits.n_most:
@@ -135,10 +131,9 @@ def with_new(
         for kept in after.kept.values():
             for n, x in _spans(kept, last=True):
                 spans[x] = max(n, spans.get(x, 0))
-        for x in (new, *checkpoints.spared):
-            spans.pop(x, None)
+        spans.pop(new, None)
         if not spans:
-            return checkpoints if checkpoints.spared else after
+            return after
         gone = min(spans, key=lambda x: (spans[x], x.pos))
         left = {s: tuple(x for x in kept if x is not gone) for s, kept in after.kept.items()}
         after = dataclasses.replace(after, kept={s: x for s, x in left.items() if x})

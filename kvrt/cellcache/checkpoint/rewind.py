@@ -12,8 +12,7 @@ from kvrt.cellcache.contents import CacheContents
 from kvrt.cellcache.group import CellGroup
 from kvrt.cellcache.saved import SavedCells
 from kvrt.cells.cells import owned, owner_bits
-from kvrt.cells.edits import Copy, Remove
-from kvrt.config import MAX_POS
+from kvrt.cells.edits import Remove
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,44 +85,3 @@ def plan_rewind(before: CacheContents, seq_id: int, checkpoint: Checkpoint) -> R
         checkpoints=checkpoints.apply(before.checkpoints, edit, joins=False),
     )
     return RewindPlan(contents=after, slots=tuple(slots), state=index)
-
-
-def plan_shared(before: CacheContents, edit: Copy, checkpoint: Checkpoint) -> CacheContents:
-    """The contents in which an empty sequence shares all that a checkpoint does not keep.
-
-    `plan_rewind` of the sequence to the checkpoint then gives it the rest.
-
-    Args:
-      before: as they are.
-      edit: of the first positions of a sequence up to the checkpoint, one of its own.
-      checkpoint: of the sequence that is copied.
-    """
-    kept = checkpoints.apply(before.checkpoints, edit, joins=False)
-    return CacheContents(
-        groups=tuple(
-            groups.apply(g, edit)[0] if tail is None else g
-            for g, tail in zip(before.groups, checkpoint.tails, strict=True)
-        ),
-        states=before.states,
-        history=history.apply(before.history, edit),
-        checkpoints=kept,
-    )
-
-
-def plan_shared_before(before: CacheContents, edit: Copy) -> CacheContents | None:
-    """`plan_shared` of a copy up to the last checkpoint that it has; None where it has none."""
-    end = MAX_POS if edit.p1 is None else edit.p1
-    checkpoint = checkpoints.nearest(before.checkpoints, edit.src, end)
-    if checkpoint is None:
-        return None
-    return plan_shared(before, dataclasses.replace(edit, p1=checkpoint.pos), checkpoint)
-
-
-def without_newest(before: CacheContents, seq_id: int) -> CacheContents:
-    """The contents without the windows and states of a sequence: its checkpoints have others."""
-    edit = Remove(seq_id=seq_id)
-    return dataclasses.replace(
-        before,
-        groups=tuple(groups.apply(g, edit)[0] if g.rolls else g for g in before.groups),
-        states=before.states and recurrent.apply(before.states, edit),
-    )

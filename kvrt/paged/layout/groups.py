@@ -42,6 +42,8 @@ class LayerCache:
       type_v: KV dtype of values.
       state: arrays of a recurrent layer's state; empty for the others.
       shares: the layer whose keys and values it reads instead of its own (issue 20: `kv_of`).
+      array_block: as of `PagedGroup`.
+      group: the model's group that it is of, where each has a pool of its own; else -1.
     """
 
     layer: int
@@ -56,6 +58,8 @@ class LayerCache:
     type_v: KVDtype = "f32"
     state: tuple[StateArray, ...] = ()
     shares: int | None = None
+    array_block: int = 0
+    group: int = -1
 
     @property
     def token_bytes(self) -> int:
@@ -75,7 +79,7 @@ class LayerCache:
     def storage(self) -> Hashable:
         """What arrays must agree in to be one; states need not, for an index means one in all."""
         dims = self.head_dim, self.head_dim_v or self.head_dim
-        kv = self.block_size, self.n_kv_heads, *dims, self.type_k, self.type_v
+        kv = self.block_size, self.n_kv_heads, *dims, self.type_k, self.type_v, self.group
         return self.kind if self.kind == "recurrent" else kv
 
 
@@ -147,13 +151,23 @@ class Grouping:
 
 
 def layer_caches(
-    groups: Sequence[GroupSpec], recurrent: RecurrentSpec | None, config: CacheConfig
+    groups: Sequence[GroupSpec],
+    recurrent: RecurrentSpec | None,
+    config: CacheConfig,
+    page: int | None = None,
 ) -> tuple[LayerCache, ...]:
     """What each layer of a model keeps, in the order of the layers.
 
     Layers that read the keys and values of others (`GroupSpec.kv_of`) keep nothing.
     With `swa_full` windows and chunks count as full, as symmetric windows always do: tokens that
     slide out of them are kept.
+
+    Args:
+      groups: attention layers.
+      recurrent: recurrent layers, or None.
+      config: sizes and types.
+      page: tokens of a block, in arrays of blocks of block_size; None is that. Each group of the
+        model has a pool of its own then, as blocks of two in one block of the arrays would mix.
 
     Raises:
       BadConfig: there are KV dtypes for another number of groups.
@@ -164,14 +178,18 @@ def layer_caches(
             kind=kind,
             size=size,
             n_sink=n_sink,
-            block_size=config.block_size,
+            block_size=page or config.block_size,
+            array_block=config.block_size,
+            group=-1 if page is None else i,
             n_kv_heads=group.n_kv_heads,
             head_dim=group.dim_k,
             head_dim_v=group.dim_v,
             type_k=type_k,
             type_v=type_v,
         )
-        for group, (type_k, type_v) in zip(groups, types_of(groups, config), strict=True)
+        for i, (group, (type_k, type_v)) in enumerate(
+            zip(groups, types_of(groups, config), strict=True)
+        )
         for kind, size, n_sink in [_kind(group, config)]
         for layer in group.layers
     ]
@@ -248,6 +266,7 @@ def strided(bucket: Sequence[LayerCache], size: int, pool: int) -> list[PagedGro
             size=one.size,
             n_sink=one.n_sink,
             pool=pool,
+            array_block=one.array_block,
         )
         for i in range(n)
     ]

@@ -27,6 +27,8 @@ class PagedGroup:
       n_sink: first tokens that every later one sees beside its window or chunk.
       pool: index of the pool that its blocks come from; groups of one pool have one storage shape.
       target: the group whose table it reads, for "shared" alone.
+      array_block: cells of a block of the device's arrays, a multiple of block_size; 0 is one block
+        of the group. In arrays of larger blocks the null block has no cells.
     """
 
     kind: GroupKind
@@ -36,6 +38,17 @@ class PagedGroup:
     pool: int = 0
     target: int | None = None
     n_sink: int = 0
+    array_block: int = 0
+
+    @property
+    def n_span(self) -> int:
+        """Blocks of the group in a block of the arrays."""
+        return max(self.array_block // self.block_size, 1)
+
+    @property
+    def first_cell(self) -> int:
+        """The cell of the arrays that block 0 would begin with."""
+        return 0 if self.n_span == 1 else -self.block_size
 
     def __post_init__(self) -> None:
         """Refuses windows without a size, and sharing without a target."""

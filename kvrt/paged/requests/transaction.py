@@ -17,6 +17,7 @@ from kvrt.paged.requests.copies import BlockCopy, Copies
 from kvrt.paged.requests.forks import is_passing
 from kvrt.paged.requests.promises import Promises
 from kvrt.paged.requests.request_blocks import RequestBlocks
+from kvrt.paged.rules import BlockRules
 
 
 class Registered(NamedTuple):
@@ -64,11 +65,12 @@ class Transactions:
         pools: Sequence[BlockPool],
         copies: Copies,
         promises: Promises,
-        n_in_flight: int,
+        rules: BlockRules,
     ):
-        """For these groups and pools; a step has n_in_flight tokens at most."""
+        """For these groups and pools."""
         self._kinds, self._pools, self._copies = kinds, pools, copies
-        self._promises, self._n_in_flight = promises, n_in_flight
+        self._promises, self._n_in_flight = promises, rules.n_in_flight
+        self._marked_states = rules.marked_states
 
     def plan(
         self,
@@ -181,7 +183,8 @@ class Transactions:
             entries = chain.entries(b // chain.block_size)
             for i in range(start, end):
                 block, known = request.tables[g][i], (g, i) not in request.stale
-                regular = 0 if is_passing(request.moving, kind) else segment
+                marked = kind.keeps_states and self._marked_states
+                regular = 0 if marked or is_passing(request.moving, kind) else segment
                 if block != NULL and known and kind.serves_hit(i, regular, request.marks):
                     pool.register(block, g, entries[i])
                     out.append(Registered(g, block, entries[i]))
@@ -205,6 +208,28 @@ class Transactions:
             return first, []
         first = max(first, kind.n_head(request.moving))
         return end, [i for i in range(end - 1, first - 1, -1) if table[i] != NULL]
+
+    def register_end(self, request: RequestBlocks, chain: Chain, n_tokens: int) -> None:
+        """Lets the states after n_tokens be found, of a request that computes no more."""
+        for g, kind in enumerate(self._kinds):
+            table, index = request.tables[g], (n_tokens - 1) // kind.block_size
+            if not kind.keeps_states or index >= len(table) or table[index] == NULL:
+                continue
+            first, end = index * kind.block_size // chain.block_size, n_tokens // chain.block_size
+            self._pools[kind.pool].register(table[index], g, chain.part(first, end - first))
+            self._copies.written(kind.pool, table[index])
+
+    def shrink(self, request: RequestBlocks, n_tokens: int) -> bool:
+        """Gives back blocks of a request behind n_tokens; whether there were some."""
+        n_room, request.n_tokens = request.n_room, n_tokens
+        for g, kind in enumerate(self._kinds):
+            table = request.tables[g]
+            n = ceil_div(request.cell(g, n_tokens), kind.block_size)
+            if kind.has_blocks and not kind.keeps_states and len(table) > n:
+                self._give_back(request, g, table[n:][::-1])
+                del table[n:]
+        request.note_room(self._kinds, 0)
+        return request.n_room != n_room
 
     def drop(self, request: RequestBlocks, n: int) -> None:
         """Takes n tokens after those that a request keeps out of its tables."""
@@ -234,7 +259,8 @@ class Transactions:
         """Blocks for a table that grows: a request's own where it has reserved them."""
         if request.moving is not None and request.spare:
             return [request.spare[g].pop() for _ in range(n)]
-        return self._pools[self._kinds[g].pool].take(n)
+        table = request.tables[g]
+        return self._pools[self._kinds[g].pool].take(n, table[-1] if table else NULL)
 
     def _give_back(self, request: RequestBlocks, g: int, blocks: Sequence[int]) -> None:
         """Frees blocks of a table; what nobody else has or finds stays with who reserved it."""

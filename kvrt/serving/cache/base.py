@@ -1,17 +1,10 @@
-"""What an engine and its scheduler ask of a cache, in cells or in blocks."""
+"""What a scheduler asks of a cache, and a cache of what fills it from sessions."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from kvrt.cache.runner import StepSpace
 from kvrt.cells.edits import SeqEdit
-from kvrt.paged.residency import Residency
-from kvrt.policies import DropSchedule
-from kvrt.serving.metrics import CheckpointUse, PoolUse
-from kvrt.serving.offload import Tiers
 from kvrt.serving.request import SeqState
-from kvrt.serving.sessions.prefix import SessionPrefix, TakenPrefix
-from kvrt.serving.step_batch import StepBatch
 
 
 @runtime_checkable
@@ -129,99 +122,4 @@ class SchedulerSpace(Protocol):
 
         False: it cannot, or computing them again is faster; nothing was released.
         """
-        ...
-
-
-@runtime_checkable
-class Space(SchedulerSpace, StepSpace[StepBatch], Protocol):
-    """A cache as an engine sees it: what a scheduler sees, steps, and how full it is."""
-
-    @property
-    def usage(self) -> float:
-        """How full the fullest pool, or group's cells, is."""
-        ...
-
-    @property
-    def residency(self) -> Residency | None:
-        """How long blocks stay; None where nothing is found again."""
-        ...
-
-    @property
-    def tiers(self) -> Tiers | None:
-        """Where blocks go beyond the device, if anywhere."""
-        ...
-
-    keeps_others: bool  # whether a token that is thrown away leaves what others find as it was
-    state_size: int | None  # tokens of a block that has a state; None where there are no such
-    sessions: SessionFiller | None  # what fills the cache for a request that is to be admitted
-
-    @property
-    def checkpoint_use(self) -> CheckpointUse | None:
-        """Windows and states that hits can end with; None where none are kept for that."""
-        ...
-
-    @property
-    def in_blocks(self) -> bool:
-        """Whether sequences lie in blocks, where windows use no cell again while they run."""
-        ...
-
-    @property
-    def n_pinned(self) -> int | None:
-        """First positions of each sequence that no layer forgets; None is no position."""
-        ...
-
-    @property
-    def hit_size(self) -> int:
-        """What a hit that a session gives is a multiple of, in tokens."""
-        ...
-
-    def take_prefix(self, tokens: Sequence[int], salt: bytes) -> TakenPrefix | None:
-        """Copies of what can be found of some tokens; None of nothing."""
-        ...
-
-    def pin_prefix(self, tokens: Sequence[int], salt: bytes) -> tuple[Hashable, int] | None:
-        """Keeps what can be found of some tokens until `unpin_prefix` gets the handle.
-
-        Returns:
-          The handle, and the tokens kept; None if nothing is found.
-
-        Raises:
-          CacheFull: others' room would be lacking.
-        """
-        ...
-
-    def unpin_prefix(self, handle: Hashable) -> None:
-        """What was pinned is evicted as all else, when its room is needed."""
-        ...
-
-    def put_prefixes(self, prefixes: Sequence[SessionPrefix]) -> list[int]:
-        """Takes prefixes in, to be found; tokens of each that can be.
-
-        Raises:
-          SessionMismatch: one of them can give no hit.
-          CacheFull: there is no room for all.
-        """
-        ...
-
-    def fits(self, context: DropSchedule) -> bool:
-        """Whether there is room for a request of a context when no other one is there."""
-        ...
-
-    def pool_use(self) -> Sequence[PoolUse]:
-        """How full each pool, or group's cells, is."""
-        ...
-
-    def begin_step(self) -> None:
-        """A step begins, before anything is planned for it."""
-        ...
-
-    def learn(self, step: StepBatch) -> None:
-        """The tokens of a step are known, and others may find what it computed.
-
-        But for samples that have ended since: of those nothing of the step is found.
-        """
-        ...
-
-    def has_room(self, n: int) -> bool:
-        """Whether n samples that run, whichever, find room for a token each."""
         ...

@@ -6,8 +6,7 @@ from jax.sharding import Mesh
 
 from kvrt.attention.contract import Decoder
 from kvrt.cache import checks
-from kvrt.cache.cell_cache import layers_of, open_cell_cache
-from kvrt.cellcache.host_cells import Retention
+from kvrt.cache.cell_cache import layers_of
 from kvrt.config import CacheConfig, GroupSpec
 from kvrt.errors import BadConfig
 from kvrt.policies import AnyPolicy, ScoredPolicy, by_position
@@ -15,11 +14,7 @@ from kvrt.program.device import Device
 from kvrt.program.labels import indexed
 from kvrt.program.layout import paged_layout
 from kvrt.program.mesh import MeshSpec, placement
-from kvrt.serving.cache.base import Space
-from kvrt.serving.cache.cells import CellSpace
-from kvrt.serving.cache.engine_cells import EngineCells
-from kvrt.serving.cache.paged import PagedSpace
-from kvrt.serving.cache.prefixes import N_KEPT
+from kvrt.serving.cache.space import Space
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.sizing.budget import fit_budget
 from kvrt.serving.sizing.pool_sizes import engine_plan
@@ -58,25 +53,23 @@ def open_space(
     if sized.n_ctx != config.n_ctx:
         config = dataclasses.replace(config, n_ctx=sized.n_ctx)
     place, divided = placement(mesh, config)
-    if options.mode == "cell":
-        kept = Retention(
-            n_seqs=N_KEPT if options.prefix_cache else 0,
-            n_pinned=drops.n_keep if drops else None,
-        )
-        cache = open_cell_cache(
-            model, divided, place, scored, retention=kept, host_type=EngineCells
-        )
-        return cache.device, CellSpace(cache, prefix_cache=options.prefix_cache), config
     layers = layers_of(model, divided, scored)
     _check_extend(config, layers.groups)
     assert options.rules is not None, "an engine has rules"
-    plan = engine_plan(layers.groups, layers.recurrent, layers.config, options.rules, drops)
+    plan = engine_plan(
+        layers.groups,
+        layers.recurrent,
+        layers.config,
+        options.rules,
+        drops,
+        page=options.page(config),
+    )
     layout, group_of = paged_layout(
-        layers.groups, layers.recurrent, plan, layers.config, options.hash_block_size
+        layers.groups, layers.recurrent, plan, layers.config, options.fine(config)
     )
     layout = dataclasses.replace(layout, scored=layers.scored)
     device = Device(model, layers.config, layout, place)
-    return device, PagedSpace(layers.groups, plan, group_of, device, options), config
+    return device, Space(layers.groups, plan, group_of, device, options), config
 
 
 def _check_extend(config: CacheConfig, groups: tuple[GroupSpec, ...]) -> None:

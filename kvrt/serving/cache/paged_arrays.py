@@ -10,7 +10,7 @@ from kvrt.cellcache.host_cells import Where
 from kvrt.cells import Cells, apply, create
 from kvrt.cells.edits import Remove, SeqEdit
 from kvrt.cells.slots import Places, SeqBlocks, pad
-from kvrt.paged.layout.spec import PagedPlan
+from kvrt.paged.layout.spec import PagedGroup, PagedPlan
 from kvrt.paged.manager import BlockManager
 from kvrt.paged.requests.copies import BlockCopy
 from kvrt.paged.tables import BlockTables
@@ -25,7 +25,8 @@ class PoolCells:
 
     The device's copy follows by itself where a step writes, and empties blocks that are taken (see
     `Places.fresh`). It has to be told of the rest: `stale`. Blocks that nobody holds may lag
-    behind, for nothing reads them before they are taken or found again.
+    behind, for nothing reads them before they are taken or found again; not so where a block of
+    the arrays has several, of which others are read.
 
     Attributes:
       cells: positions and owners.
@@ -33,16 +34,18 @@ class PoolCells:
       pending: whether keys await their K-shift.
     """
 
-    def __init__(self, n_blocks: int, block_size: int, n_seq_max: int):
-        """All are empty, here and on the device."""
-        self.cells: Cells = create(n_blocks * block_size, n_seq_max)
+    def __init__(self, n_cells: int, group: PagedGroup, n_seq_max: int):
+        """All are empty, here and on the device; the group is any of those of the pool."""
+        self.cells: Cells = create(n_cells, n_seq_max)
         self.stale = self.pending = False
-        self._inside = np.arange(block_size, dtype=np.int32)
+        self._inside = np.arange(group.block_size, dtype=np.int32)
+        self._first_cell, self._is_wide = np.int32(group.first_cell), group.n_span > 1
         self._fresh: list[int] = []
 
     def take(self, blocks: Int32[np.ndarray, " n"]) -> None:
         """Blocks were taken that nobody held: they are empty from the next step on."""
-        self._fresh += blocks.tolist()
+        if not self._is_wide:
+            self._fresh += blocks.tolist()
 
     def adopt(
         self,
@@ -54,13 +57,12 @@ class PoolCells:
         """A sequence holds blocks, the index-th of its own, that have tokens up to n_tokens."""
         if not len(blocks):
             return
-        pos = self._which(index)
+        pos = self._within(index)
         here = pos < n_tokens
-        which = self._which(blocks)[here]
+        which = self.which(blocks)[here]
         self.cells.pos[which] = pos[here]
         self.cells.seqs[which, seq_id >> 5] |= np.uint32(1 << (seq_id & 31))
-        self._fresh = [x for x in self._fresh if x not in set(blocks.tolist())]
-        self.stale = True
+        self._not_fresh(blocks)
 
     def fork(self, of: tuple[np.ndarray, int], to: tuple[np.ndarray, int]) -> None:
         """A sequence that has others' tokens holds blocks: theirs, or copies of those.
@@ -69,19 +71,18 @@ class PoolCells:
           of: blocks of the sequence that it began with, and its number.
           to: in the same order its own blocks, and its number.
         """
-        (src, mine), (dst, seq_id) = (self._which(of[0]), of[1]), (self._which(to[0]), to[1])
+        (src, mine), (dst, seq_id) = (self.which(of[0]), of[1]), (self.which(to[0]), to[1])
         here = (self.cells.seqs[src, mine >> 5] >> np.uint32(mine & 31)) & np.uint32(1) > 0
         src, dst = src[here], dst[here]
         self.cells.pos[dst], self.cells.delta[dst] = self.cells.pos[src], self.cells.delta[src]
         self.cells.seqs[dst, seq_id >> 5] |= np.uint32(1 << (seq_id & 31))
-        self._fresh = [x for x in self._fresh if x not in set(to[0].tolist())]
-        self.stale = True
+        self._not_fresh(to[0])
 
     def leave(self, blocks: Int32[np.ndarray, " n"], seq_id: int) -> None:
         """A sequence releases blocks."""
         if not len(blocks):
             return
-        which = self._which(blocks)
+        which = self.which(blocks)
         self.cells.seqs[which, seq_id >> 5] &= ~np.uint32(1 << (seq_id & 31))
         left = self.cells.seqs[which].any(axis=1)
         gone = which[~left]
@@ -90,7 +91,7 @@ class PoolCells:
             # Keys that are copied there before the K-shift are not to be rotated by it.
             self.cells.delta[gone], self.stale = 0, True
         # Another sequence lists what is shared, and must not show it to who gets this seq_id next.
-        self.stale |= bool(left.any())
+        self.stale |= self._is_wide or bool(left.any())
 
     def edit(
         self, slots: Int32[np.ndarray, " n"], edits: Sequence[SeqEdit], *, rotates: bool
@@ -129,8 +130,13 @@ class PoolCells:
         bits = np.left_shift(np.uint32(1), (seq_ids & 31).astype(np.uint32))
         self.cells.seqs[slots, seq_ids >> 5] = bits
 
-    def fresh(self, size: int) -> Int32[np.ndarray, " F"]:
-        """Blocks that the next step empties, padded; `stale` is set if they are too many."""
+    def fresh(self, size: int) -> Int32[np.ndarray, " F"] | None:
+        """Blocks that the next step empties, padded; `stale` is set if they are too many.
+
+        None where a block of the arrays has others' cells as well.
+        """
+        if self._is_wide:
+            return None
         found, self._fresh = self._fresh, []
         out = np.full(size, len(self.cells.pos) // len(self._inside), np.int32)
         if len(found) > size:
@@ -139,8 +145,18 @@ class PoolCells:
         out[: len(found)] = found
         return out
 
-    def _which(self, blocks: np.ndarray) -> np.ndarray:
-        return (blocks[:, None] * np.int32(len(self._inside)) + self._inside).reshape(-1)
+    def which(self, blocks: np.ndarray) -> np.ndarray:
+        """The cells of blocks."""
+        return self._within(blocks) + self._first_cell
+
+    def _within(self, index: np.ndarray) -> np.ndarray:
+        return (index[:, None] * np.int32(len(self._inside)) + self._inside).reshape(-1)
+
+    def _not_fresh(self, blocks: np.ndarray) -> None:
+        """Blocks have others' tokens, which the device does not know of."""
+        filled = set(blocks.tolist()) if self._fresh else set()
+        self._fresh = [x for x in self._fresh if x not in filled]
+        self.stale = True
 
 
 class PagedArrays:
@@ -171,22 +187,26 @@ class PagedArrays:
         """
         self._plan, self._group_of, self._manager, self._device = plan, group_of, manager, device
         self._layout = layout = device.layout
-        self._tables = [
-            BlockTables(group, n_seq_max, _n_entries(plan, g, n_ctx_seq))
-            for g, group in enumerate(plan.groups)
-        ]
         self._recurrent = [g for g, group in enumerate(plan.groups) if group.kind == "recurrent"]
+        of_pool = {plan.groups[g].pool: plan.groups[g] for g in group_of}
         pools = (plan.groups[g].pool for g in group_of)
         self.store_of = dict(zip(pools, layout.store_of, strict=True))
         sizes = {p: layout.stores[s].extent for p, s in self.store_of.items()}
+        n_array_blocks = {p: size.n_blocks for p, size in sizes.items()}
+        self._tables = [
+            BlockTables(
+                group, n_seq_max, _n_entries(plan, g, n_ctx_seq), n_array_blocks.get(group.pool, 0)
+            )
+            for g, group in enumerate(plan.groups)
+        ]
         self._cells = {
-            p: PoolCells(size.n_blocks, size.block_size, n_seq_max) for p, size in sizes.items()
+            p: PoolCells(size.n_slots, of_pool[p], n_seq_max) for p, size in sizes.items()
         }
         # Groups with keys and values, and the cells of their pool.
         self._attended = [(g, self._cells[plan.groups[g].pool]) for g in dict.fromkeys(group_of)]
         self._written: list[tuple[PoolCells, np.ndarray]] = []
-        # By group, the blocks whose keys await their K-shift.
-        self._moved = {g: np.zeros(sizes[plan.groups[g].pool].n_blocks, bool) for g in group_of}
+        # By group, the blocks of the arrays with keys that await their K-shift.
+        self._moved = {g: np.zeros(n_array_blocks[plan.groups[g].pool], bool) for g in group_of}
         # Stores whose keys are quantized by channel in runs, and whether one may not go on.
         self._with_runs = {p: s for p, s in self.store_of.items() if layout.stores[s].run}
         self._let_go = False
@@ -221,7 +241,8 @@ class PagedArrays:
         for g, cells in self._attended:
             src, dst = self._tables[g].common(src_id, seq_id)
             cells.fork((src, src_id), (dst, seq_id))
-            self._moved[g][dst] |= self._moved[g][src]
+            if self._moved[g][self._tables[g].array_blocks(src)].any():
+                self._moved[g][self._tables[g].array_blocks(dst)] = True
         self.copy(copies)
 
     def edit(self, seq_id: int, edits: Sequence[SeqEdit], n_tokens: int) -> None:
@@ -244,6 +265,11 @@ class PagedArrays:
             table.drop(seq_id, blocks, first, gap)
         self._let_go = True
 
+    def shrink(self, seq_id: int) -> None:
+        """The manager took back what a sequence had in advance."""
+        for g, table in enumerate(self._tables):
+            table.shrink(seq_id, len(self._manager.table(seq_id, g)))
+
     def clear(self, seq_id: int) -> None:
         """A sequence holds nothing any more."""
         for g, cells in self._attended:
@@ -261,10 +287,9 @@ class PagedArrays:
             if g in self._recurrent:
                 self._device.copy_states(pairs[:, 0], pairs[:, 1])
                 continue
-            inside = np.arange(self._plan.groups[g].block_size, dtype=np.int32)
-            src, dst = ((x[:, None] * len(inside) + inside).reshape(-1) for x in pairs.T)
-            store = self.store_of[self._plan.groups[g].pool]
-            self._device.copy_kv(store, src.astype(np.int32), dst.astype(np.int32))
+            pool = self._plan.groups[g].pool
+            src, dst = map(self._cells[pool].which, pairs.T)
+            self._device.copy_kv(self.store_of[pool], src, dst)
 
     # --- a step's tokens -----------------------------------------------------------------------
 
@@ -272,7 +297,8 @@ class PagedArrays:
         """Slots and blocks of a step's tokens, by group of the layout, and state indices."""
         self._written = []
         # One group of a pool says it, for all.
-        fresh = {p: c.fresh(step.n_lists + self._n_new(p, step)) for p, c in self._cells.items()}
+        n_fresh = {p: step.n_lists + self._n_new(p, step) for p in self._cells}
+        fresh = {p: c.fresh(n_fresh[p]) for p, c in self._cells.items()}
         pool = {g: self._plan.groups[g].pool for g, _ in self._attended}
         found = {g: self._places(g, step, fresh.pop(p, None)) for g, p in pool.items()}
         for pool, cells in self._cells.items():
@@ -310,7 +336,7 @@ class PagedArrays:
 
     def _note_moved(self, g: int, slots: Int32[np.ndarray, " n"]) -> None:
         """Keys of a group await their K-shift, which rotates them as its layers do."""
-        self._moved[g][slots // np.int32(self._plan.groups[g].block_size)] = True
+        self._moved[g][slots // np.int32(self._tables[g].array_block)] = True
 
     def _shift(self) -> None:
         """Runs the K-shift."""
@@ -337,7 +363,7 @@ class PagedArrays:
         tables, n_blocks = table.read(step.seq_ids[:n], index[:n], step.n_lists)
         lists = [table.block_list(c.seq_id, c.n_before) for c in step.prompts]
         read = np.array(list(dict.fromkeys(x for ids in lists for x in ids.tolist())), np.int32)
-        blocks = step.read_blocks(read, slots, table.block_size)
+        blocks = step.read_blocks(read, slots, table.array_block)
         n_pool = self._layout.stores[self.store_of[pool]].extent.n_blocks
         return Places(
             slots=step.spread(slots, len(self._cells[pool].cells.pos)),
@@ -349,11 +375,11 @@ class PagedArrays:
 
     def _states(self, step: StepBatch) -> StateIndex:
         (g,) = self._recurrent
-        table, b, none = self._tables[g], self._plan.groups[g].block_size, self._layout.n_states
+        table, none = self._tables[g], self._layout.n_states
         src, dst = [], []
         for c in step.chunks:
-            to = table.block(c.seq_id, (c.end - 1) // b)
-            of = table.block(c.seq_id, (c.start - 1) // b) if c.start else none
+            to = table.block(c.seq_id, c.n_before + c.n - 1)
+            of = table.block(c.seq_id, c.n_before - 1) if c.n_before else none
             src += [of, *[to] * (c.n - 1)]
             dst += [to] * c.n
         src, dst = (step.spread(np.array(x, np.int32), none) for x in (src, dst))

@@ -1,7 +1,6 @@
 """Prefixes out of the blocks of an engine for a session, and out of a session into blocks."""
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import jax
@@ -36,10 +35,11 @@ _Key = tuple[int, PrefixHash]  # a group, and what its block is found by
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Source:
-    """Where the contents of a block are: the index-th of a prefix."""
+    """Where the contents of a block are: the index-th of a prefix, or the state after `end`."""
 
     prefix: SessionPrefix
     index: int
+    end: int
 
 
 class BlockSessions:
@@ -51,6 +51,7 @@ class BlockSessions:
         on_device: PoolStores,
         manager: BlockManager,
         device: Device,
+        hit_size: int,
     ):
         """Of an engine's pools.
 
@@ -59,7 +60,9 @@ class BlockSessions:
           on_device: pools and stores.
           manager: finds what is cached.
           device: has the bytes.
+          hit_size: hits that sessions give are multiples of it, in tokens.
         """
+        self._hit_size = hit_size
         self._specs, self._plan, self._pools = specs, on_device.plan, on_device.pools
         self._store_of, self._manager, self._device = on_device.stores, manager, device
         self._kinds = [kind_of(g, manager.align) for g in self._plan.groups]
@@ -205,7 +208,7 @@ class BlockSessions:
         cached: list[list[int]],
     ) -> None:
         """Adds what shorter hits need, the longest first, as far as there is room for it."""
-        size = math.lcm(*(g.block_size for g in self._plan.groups))
+        size = self._hit_size
         for at in sorted({c.pos for c in prefix.checkpoints}, reverse=True):
             if at >= end or at % size or any(self._refusal(prefix, g, at) for g in self._groups):
                 continue
@@ -222,7 +225,7 @@ class BlockSessions:
 
     def _longest(self, prefix: SessionPrefix) -> tuple[int, str]:
         """Tokens of the longest hit that a prefix can give, and why it is none."""
-        size = math.lcm(*(g.block_size for g in self._plan.groups))
+        size = self._hit_size
         n, why = len(prefix.tokens), ""
         for end in range(n // size * size, 0, -size):
             found = next(filter(None, (self._refusal(prefix, g, end) for g in self._groups)), "")
@@ -241,19 +244,16 @@ class BlockSessions:
             if end in prefix.state_ends:
                 return ""
             return (
-                f"the session has no state of recurrent layers at token {end} or another end of a "
-                f"block of {group.block_size}; save it with checkpoints at multiples of that, or "
-                "from an engine"
+                f"the session has no state of recurrent layers at token {end} or another multiple "
+                f"of {self._hit_size}; save it with checkpoints there, or from an engine"
             )
-        size, needed = group.block_size, self._needed(g, end)
-        lacking = [
-            sum(prefix.groups[i].n_lacking(x * size, (x + 1) * size) for x in needed)
-            for i in {self._layers[x][0] for x in group.layers}
-        ]
+        size, first = group.block_size, self._first(g, end) * group.block_size
+        n_head = min(self._kinds[g].n_head() * size, first)
+        parts = (prefix.groups[i] for i in {self._layers[x][0] for x in group.layers})
+        lacking = [x.n_lacking(0, n_head) + x.n_lacking(first, end) for x in parts]
         if not any(lacking):
             return ""
         who = f"with a {group.kind} of {group.size}" if group.size else "that keep all here"
-        first = self._first(g, end) * size
         said = f"0 to {group.n_sink - 1} and " if group.n_sink and first else ""
         return (
             f"{max(lacking)} of the positions {said}{first} to {end - 1} are not in the session, "
@@ -267,10 +267,13 @@ class BlockSessions:
         chain.extend(prefix.tokens[:end])
         out: dict[_Key, _Source] = {}
         for g in self._groups:
-            size = self._plan.groups[g].block_size
-            entries = chain.entries(size // chain.block_size)
+            size, fine = self._plan.groups[g].block_size, chain.block_size
+            entries = chain.entries(size // fine)
             for i in self._needed(g, end):
-                out[g, entries[i]] = _Source(prefix=prefix, index=i)
+                n = min((i + 1) * size, end)
+                part = i * size // fine, n // fine - i * size // fine
+                entry = entries[i] if i < len(entries) else chain.part(*part)
+                out[g, entry] = _Source(prefix=prefix, index=i, end=n)
         return out
 
     def _check_room(self, lacking: Sequence[Sequence[_Key]], cached: Sequence[list[int]]) -> None:
@@ -278,8 +281,8 @@ class BlockSessions:
             n_free = pool.n_free - pool.count(list(dict.fromkeys(blocks)), n_refs=0)
             if len(keys) > n_free:
                 raise CacheFull(
-                    f"the session needs {len(keys)} blocks, {n_free} of {pool.n_blocks - 1} are "
-                    "free; raise n_ctx, or trim the session"
+                    f"the session needs {len(keys)} {'cells' if self._hit_size == 1 else 'blocks'}"
+                    f", {n_free} of {pool.n_blocks - 1} are free; raise n_ctx, or trim the session"
                 )
 
     def _fill(
@@ -314,7 +317,7 @@ class BlockSessions:
         group = self._plan.groups[g]
         if group.kind == "recurrent":
             for block, of in blocks:
-                self._device.put_state(block, of.prefix.state((of.index + 1) * group.block_size))
+                self._device.put_state(block, of.prefix.state(of.end))
             return
         n = max(BLOCK_CELLS // group.block_size, 1)
         for prefix in dict.fromkeys(of.prefix for _, of in blocks):
@@ -326,6 +329,7 @@ class BlockSessions:
         group, store, size = self._plan.groups[g], self._store(g), self._plan.groups[g].block_size
         inside = np.arange(size, dtype=np.int32)
         slots, pos = ((x[:, None] * np.int32(size) + inside).reshape(-1) for x in some.T)
+        slots += np.int32(group.first_cell)
         n = max(BLOCK_CELLS, size)
         layers = [self._layers[x] for x in group.layers]
         both = [prefix.groups[i].kv(j, pos) for i, j in layers]
@@ -347,7 +351,7 @@ class BlockSessions:
 
     def _needed(self, g: int, end: int) -> list[int]:
         """The blocks of a group that a hit of so many tokens needs: sinks, and what is seen."""
-        n, first = end // self._plan.groups[g].block_size, self._first(g, end)
+        n, first = -(-end // self._plan.groups[g].block_size), self._first(g, end)
         return [*range(min(self._kinds[g].n_head(), first)), *range(first, n)]
 
     def _store(self, g: int) -> int:
@@ -359,7 +363,7 @@ class BlockSessions:
 def _cells(blocks: np.ndarray, group: PagedGroup, pos: np.ndarray) -> np.ndarray:
     """The cells of positions in a table of blocks."""
     size = np.int32(group.block_size)
-    return blocks[pos // size] * size + pos % size
+    return blocks[pos // size] * size + np.int32(group.first_cell) + pos % size
 
 
 def _layer(kv: AnyKVArray, i: int) -> AnyKVArray:

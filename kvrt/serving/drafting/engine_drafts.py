@@ -18,7 +18,7 @@ from kvrt.drafts.layer_skip import LayerSkip
 from kvrt.program.device import Device
 from kvrt.program.rounds.round import Drafted, RoundSpec, Verified
 from kvrt.program.sample import Sampler
-from kvrt.serving.cache.base import Space
+from kvrt.serving.cache.space import Space
 from kvrt.serving.request import SeqState
 from kvrt.serving.samplers import last_n_of
 from kvrt.serving.scheduling.step_plan import StepPlan

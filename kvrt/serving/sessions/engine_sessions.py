@@ -23,7 +23,7 @@ from kvrt.errors import (
 from kvrt.policies import AnyPolicy, Schedule
 from kvrt.program.device import Device
 from kvrt.reuse.diff import common_prefix
-from kvrt.serving.cache.base import Space
+from kvrt.serving.cache.space import Space
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.request import Request, SeqState
 from kvrt.serving.sessions.folder import SessionFolder

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Hashable, Sequence
 
 from kvrt.errors import BadConfig, UsageError
-from kvrt.serving.cache.base import Space
+from kvrt.serving.cache.space import Space
 from kvrt.serving.config import EngineConfig
 
 

@@ -8,7 +8,6 @@ from kvrt.errors import BadConfig
 from kvrt.paged.layout.sizing import greatest, most_blocks
 from kvrt.policies import Policy
 from kvrt.program import estimate
-from kvrt.serving.cache.prefixes import N_KEPT
 from kvrt.serving.config import EngineConfig
 from kvrt.serving.sizing.pool_sizes import engine_plan
 
@@ -39,7 +38,7 @@ def fit_budget(
     n_bytes = _bytes_of(groups, recurrent, config, options, policy)
     n_ctx = greatest(lambda n: n_bytes(n) <= budget)
     # Cells of tokens that a policy dropped are in two blocks more.
-    n_least = rules.n_ctx_seq + (2 * config.block_size if policy else 0)
+    n_least = rules.n_ctx_seq + (2 * (options.page(config) or config.block_size) if policy else 0)
     if n_ctx < n_least:
         raise BadConfig(
             f"{budget} bytes have no room for one request of {rules.n_ctx_seq} "
@@ -63,12 +62,12 @@ def budget_line(
     assert rules is not None and rules.n_ctx_seq is not None, "the options were checked"
     n_bytes = _bytes_of(groups, recurrent, config, options, policy)(config.n_ctx)
     n_most, n_blocks = config.n_ctx // rules.n_ctx_seq, ""
+    plan = engine_plan(groups, recurrent, config, rules, policy, page=options.page(config))
+    sizes = [most_blocks(g, rules.n_ctx_seq, 1, rules.n_batch) for g in plan.groups]
+    for i, pool in enumerate(plan.pools):
+        need = sum(n for n, g in zip(sizes, plan.groups, strict=True) if g.pool == i)
+        n_most = min(n_most, (pool.n_blocks - 1) // need)
     if options.mode == "paged":
-        plan = engine_plan(groups, recurrent, config, rules, policy)
-        sizes = [most_blocks(g, rules.n_ctx_seq, 1, rules.n_batch) for g in plan.groups]
-        for i, pool in enumerate(plan.pools):
-            need = sum(n for n, g in zip(sizes, plan.groups, strict=True) if g.pool == i)
-            n_most = min(n_most, (pool.n_blocks - 1) // need)
         each = " and ".join(f"{pool.n_blocks - 1:,}" for pool in plan.pools)
         n_blocks = f" in {each} blocks of {config.block_size}"
     n_requests = min(n_most, config.n_seq_max)
@@ -88,18 +87,13 @@ def _bytes_of(
     """From tokens to the bytes of such a cache, and of what the host has beside it."""
     n_host = options.tiers.host_bytes if options.tiers else 0
 
-    def of_blocks(n_ctx: int) -> int:
+    def n_bytes(n_ctx: int) -> int:
         sized = dataclasses.replace(config, n_ctx=n_ctx)
         assert options.rules is not None, "an engine has rules"
-        plan = engine_plan(groups, recurrent, sized, options.rules, policy)
-        tails = estimate.paged_tail_bytes(groups, plan, sized, options.hash_block_size)
+        plan = engine_plan(
+            groups, recurrent, sized, options.rules, policy, page=options.page(config)
+        )
+        tails = estimate.paged_tail_bytes(groups, plan, sized, options.fine(config))
         return n_host + estimate.plan_bytes(plan, sized) + tails
 
-    def of_cells(n_ctx: int) -> int:
-        sized = dataclasses.replace(config, n_ctx=n_ctx)
-        n_kept = N_KEPT if options.prefix_cache else 0
-        n_pinned = policy.n_keep if policy else 0
-        kept = {"n_kept": n_kept, "n_pinned": n_pinned}
-        return n_host + estimate.of_cells(groups, recurrent, sized, **kept).n_bytes
-
-    return of_blocks if options.mode == "paged" else of_cells
+    return n_bytes

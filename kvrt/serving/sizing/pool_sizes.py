@@ -18,12 +18,15 @@ def engine_plan(
     config: CacheConfig,
     rules: Rules,
     policy: Policy | None,
+    *,
+    page: int | None = None,
 ) -> PagedPlan:
     """Groups, and pools with room for n_ctx tokens of n_seq_max sequences together.
 
-    Of windows there is what requests with the engine's policy take of them, too.
+    Of windows there is what requests with the engine's policy take of them, too. `page` as of
+    `layer_caches`.
     """
-    grouping = group_layers(layer_caches(groups, recurrent, config))
+    grouping = group_layers(layer_caches(groups, recurrent, config, page))
     plan = for_tokens(
         grouping,
         n_tokens=config.n_ctx,

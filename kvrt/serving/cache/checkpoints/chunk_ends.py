@@ -66,13 +66,25 @@ class ChunkEnds:
         return min([end, *(s for s in stops if start < s < end)]) - start
 
 
-def chunk_ends(groups: Sequence[PagedGroup], rules: BlockRules) -> ChunkEnds | None:
-    """Where chunks should end; None for models without states, whose chunks may end anywhere."""
+def chunk_ends(
+    groups: Sequence[PagedGroup], rules: BlockRules, interval: int | None, *, in_cells: bool
+) -> ChunkEnds | None:
+    """Where chunks should end; None for models without states, whose chunks may end anywhere.
+
+    Args:
+      groups: of the model.
+      rules: of the block manager.
+      interval: tokens between checkpoints; None and 0 are none.
+      in_cells: whether hits end at any token.
+    """
     if all(g.kind != "recurrent" for g in groups):
         return None
+    if in_cells:
+        n_chunk = rules.n_in_flight
+        return ChunkEnds(block_size=1, hash_size=None, n_chunk=n_chunk, interval=interval or 0)
     return ChunkEnds(
         block_size=math.lcm(*(g.block_size for g in groups)),
         hash_size=rules.hash_block_size if rules.partial else None,
         n_chunk=rules.n_in_flight,
-        interval=rules.checkpoint_interval or 0,
+        interval=interval or 0,
     )

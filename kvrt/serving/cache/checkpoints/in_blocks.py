@@ -45,15 +45,19 @@ class PoolCheckpoints:
                 self._n_evicted += 1
 
 
-def interval(groups: Sequence[PagedGroup], config: CacheConfig) -> int | None:
+def interval(
+    groups: Sequence[PagedGroup], config: CacheConfig, *, in_cells: bool = False
+) -> int | None:
     """Tokens between checkpoints; None keeps what any hit needs, as long as it lasts.
 
     Raises:
-      BadConfig: it is no multiple of what hits are.
+      BadConfig: it is no multiple of what hits are, which end at any token in cells.
     """
     if not (config.n_checkpoints and any(map(keeps_checkpoints, groups))):
         return None
     found, size = config.checkpoint_interval, math.lcm(*(g.block_size for g in groups))
+    if in_cells:
+        return config.n_ubatch if found is None else found
     if found and found % size:
         raise BadConfig(
             f"checkpoint_interval is {found} tokens, and hits end with blocks of {size}; it must "

@@ -1,4 +1,9 @@
-"""The cache of an engine in blocks: a block manager decides, tables and cells follow."""
+"""The cache of an engine: a block manager decides, tables and cells follow.
+
+In paged mode a block of the device's arrays is a block of the manager. In cell mode the manager's
+blocks are single cells (states have blocks of `block_size` tokens as before, and hits may end
+within them), and those that a sequence takes follow each other in blocks of the arrays.
+"""
 
 import dataclasses
 import math
@@ -10,7 +15,7 @@ import numpy as np
 from kvrt.arrays import Bool
 from kvrt.cellcache.host_cells import Where
 from kvrt.cells.edits import SeqEdit
-from kvrt.config import MAX_POS, GroupSpec
+from kvrt.config import GroupSpec
 from kvrt.errors import CacheFull, CannotRewind
 from kvrt.paged.hashing import Chain
 from kvrt.paged.hits import Hit
@@ -36,9 +41,15 @@ from kvrt.serving.sessions.prefix import SessionPrefix, TakenPrefix
 from kvrt.serving.sizing.requests import chain_of, reserved_of, wanted_of
 from kvrt.serving.step_batch import StepBatch
 
+# In cell mode, tokens that a sequence gets cells for at once while there are plenty, and after how
+# many tokens that it decodes they can be found.
+_STRIDE = 16
+# Strides of all sequences that are free where there are plenty.
+_PLENTY = 4
 
-class PagedSpace:
-    """Sequence numbers, and blocks for their tokens; see `kvrt.serving.cache.base.Space`.
+
+class Space:
+    """Sequence numbers, and blocks for their tokens: a `SchedulerSpace`, and a `StepSpace`.
 
     Attributes:
       n_seq_max: sequences at once.
@@ -48,13 +59,9 @@ class PagedSpace:
       residency: how long blocks stay.
       tiers: where blocks go beyond the device, if anywhere.
       sessions: fills the cache from sessions before a request is admitted, if anything does.
-      in_blocks: True.
-      state_size, keeps_others: tokens of a block of states or None; whether there are none.
-      n_pinned: of every position, for each request says itself which blocks of a window stay.
+      state_size: tokens of a block that has a state; None where there are no such.
+      keeps_others: whether a token that is thrown away leaves what others find as it was.
     """
-
-    in_blocks = True
-    n_pinned = MAX_POS
 
     def __init__(
         self,
@@ -75,21 +82,26 @@ class PagedSpace:
         """
         assert options.rules is not None, "an engine has rules"
         config = device.spec.config
-        n_batch, hash_size = options.rules.n_batch, options.hash_block_size
+        n_batch, hash_size = options.rules.n_batch, options.fine(config)
         n_ctx_seq = min(options.rules.n_ctx_seq or config.n_ctx, config.n_ctx)
         self.n_seq_max, self._plan, self._n_batch = config.n_seq_max, plan, n_batch
+        spans = {g.pool: g.n_span for g in plan.groups if g.kind != "recurrent"}
         self.pools = [
-            BlockPool(p.n_blocks, caching=options.prefix_cache, events=True) for p in plan.pools
+            BlockPool(p.n_blocks, caching=options.prefix_cache, events=True, span=spans.get(i, 1))
+            for i, p in enumerate(plan.pools)
         ]
+        self._in_cells, self._caching = options.page(config) is not None, options.prefix_cache
         # Cells of dropped tokens stay in the first block that is kept and the first that moves.
         n_room = n_ctx_seq + 2 * max((g.block_size for g in plan.groups), default=0)
+        self._interval = interval(plan.groups, config, in_cells=self._in_cells)
         rules = BlockRules(
             caching=options.prefix_cache,
             hash_block_size=hash_size,
             partial=hash_size is not None,
             n_in_flight=n_batch,
             n_ctx=n_room,
-            checkpoint_interval=interval(plan.groups, config),
+            marked_states=self._in_cells,
+            checkpoint_interval=None if self._in_cells else self._interval,
         )
         self._checkpoints = PoolCheckpoints(plan) if config.n_checkpoints else None
         self.manager = BlockManager(plan.groups, self.pools, rules)
@@ -97,7 +109,11 @@ class PagedSpace:
         self._arrays = PagedArrays(plan, group_of, self.manager, device, self.n_seq_max, n_room)
         # Free numbers, and how many are for samples that will be forked from some that run.
         self._free, self._n_ahead = list(range(self.n_seq_max))[::-1], 0
-        self._chunk_ends = chunk_ends(plan.groups, rules)
+        self._chunk_ends = chunk_ends(plan.groups, rules, self._interval, in_cells=self._in_cells)
+        # Samples that run, and whether some have cells in advance.
+        self._running: dict[int, SeqState] = {}
+        self._pools_of_cells = [self.pools[i] for i in spans]
+        self._n_stride, self._is_ahead = _STRIDE - 1 if self._in_cells else 0, False
         self.residency = Residency()
         self.sessions: SessionFiller | None = None
         sizes = [g.block_size for g in plan.groups if g.kind == "recurrent"]
@@ -105,7 +121,7 @@ class PagedSpace:
         stores = [self._arrays.store_of.get(pool) for pool in range(len(self.pools))]
         on_device = PoolStores(plan=plan, stores=stores, pools=self.pools)
         self.tiers = open_tiers(options.tiers, on_device, self.manager, device, options.identity)
-        self._sessions = BlockSessions(specs, on_device, self.manager, device)
+        self._sessions = BlockSessions(specs, on_device, self.manager, device, self.hit_size)
 
     @property
     def groups(self) -> tuple[PagedGroup, ...]:
@@ -114,53 +130,68 @@ class PagedSpace:
 
     @property
     def hit_size(self) -> int:
-        """See `Space`: whole blocks of all groups."""
-        return math.lcm(*(g.block_size for g in self.groups))
+        """Tokens that a hit from a session is a multiple of: whole blocks, in cell mode any."""
+        return 1 if self._in_cells else math.lcm(*(g.block_size for g in self.groups))
 
     @property
     def usage(self) -> float:
-        """See `Space`."""
+        """Blocks in use of the fullest pool, as a part of all."""
         return max((p.usage for p in self.pools), default=0.0)
 
     def pool_use(self) -> list[PoolUse]:
-        """See `Space`."""
+        """How full each pool is."""
         return list(map(use_of_blocks, self.pools, self.manager.promises.n_held()))
 
     @property
     def checkpoint_use(self) -> CheckpointUse | None:
-        """See `Space`."""
+        """Windows and states that hits can end with; None where none are kept for that."""
         return self._checkpoints and self._checkpoints.use
 
     def take_prefix(self, tokens: Sequence[int], salt: bytes) -> TakenPrefix | None:
-        """See `Space`; what a tier has is loaded first, where that is worth it."""
+        """Copies of the cached prefix of some tokens; None if nothing of them is cached.
+
+        Blocks of a tier are loaded first, where that is worth it.
+        """
         return self._sessions.take(self._promoted(tokens, salt))
 
     def pin_prefix(self, tokens: Sequence[int], salt: bytes) -> tuple[Hashable, int] | None:
-        """See `Space`; what a tier has is loaded first, as for `take_prefix`."""
+        """Keeps the cached prefix of some tokens until `unpin_prefix` gets the handle.
+
+        Returns:
+          The handle, and the tokens kept; None if nothing is cached.
+
+        Raises:
+          CacheFull: others' room would be lacking.
+        """
         hit = self.manager.find_hit(self._promoted(tokens, salt))
         if not hit.n_tokens:
             return None
         return self.manager.promises.hold(hit), hit.n_tokens
 
     def unpin_prefix(self, handle: Hashable) -> None:
-        """See `Space`."""
+        """Lets a pinned prefix be evicted again, when its room is needed."""
         self.manager.promises.let_go(handle)
 
     def put_prefixes(self, prefixes: Sequence[SessionPrefix]) -> list[int]:
-        """See `Space`."""
+        """Fills free blocks with prefixes, to be found; tokens of each that can be.
+
+        Raises:
+          SessionMismatch: one of them can give no hit.
+          CacheFull: there is no room for all.
+        """
         ends, new = self._sessions.put(prefixes)
         if self.tiers and new:
             self.tiers.store(new)
         return ends
 
     def fits(self, context: DropSchedule) -> bool:
-        """See `Space`."""
+        """Whether there is room for a request of a context when no other one is there."""
         return self.manager.fits(self.manager.n_reserved(context))
 
     # --- what the scheduler asks ---------------------------------------------------------------
 
     def find_hit(self, state: SeqState) -> int | None:
-        """See `Space`."""
+        """See `SchedulerSpace`."""
         chain, wanted = chain_of(self.manager, state), wanted_of(state)
         hit = self.manager.find_hit(chain, wanted, read=state.request.cache)
         if not self.manager.is_ready(hit):
@@ -188,7 +219,7 @@ class PagedSpace:
         return self.manager.find_hit(chain, wanted_of(state), read=reads).n_tokens
 
     def admit(self, state: SeqState, n_tokens: int, whole: int | None) -> int | None:
-        """See `Space`."""
+        """See `SchedulerSpace`."""
         if len(self._free) - self._n_ahead <= state.n_ahead:
             return None
         reserved = reserved_of(self.manager, state)
@@ -223,26 +254,29 @@ class PagedSpace:
         return hit.n_tokens
 
     def holds(self, state: SeqState) -> bool:
-        """See `Space`."""
+        """See `SchedulerSpace`."""
         n_blocks = reserved_of(self.manager, state)
         return state.n_ahead < self.n_seq_max and self.manager.fits(n_blocks)
 
     def grow(self, state: SeqState, n_tokens: int) -> bool:
-        """See `Space`."""
+        """See `SchedulerSpace`."""
         seq_id, gone = _seq_id(state), state.n_dropped
-        new = self.manager.allocate(seq_id, n_tokens - gone, n_settled=state.n_computed - gone)
+        n_more = 0 if self._is_tight or state.context is not None else self._n_stride
+        n_settled = state.n_computed - gone
+        new = self.manager.allocate(seq_id, n_tokens - gone, n_settled=n_settled, n_more=n_more)
         if new is None:
             return False
+        self._is_ahead |= n_more > 0
         self._arrays.update(seq_id, new)
         self._note_capacity(state, seq_id)
         return True
 
     def grow_by_one(self, states: Sequence[SeqState]) -> bool:
-        """See `Space`."""
+        """See `SchedulerSpace`."""
         return all(self.grow(state, state.n_computed + 1) for state in states)
 
     def chunk(self, state: SeqState, start: int, n: int) -> int:
-        """See `Space`."""
+        """See `SchedulerSpace`."""
         if self._chunk_ends is None:
             return n
         kept = (*self._borders(state), *([] if state.n_shared is None else [state.n_shared]))
@@ -250,14 +284,14 @@ class PagedSpace:
         return self._chunk_ends.fit(start, n, **sizes, kept=kept)
 
     def edit(self, state: SeqState, edits: Sequence[SeqEdit]) -> None:
-        """See `Space`; what it moves nobody shares, for nobody finds it."""
+        """See `SchedulerSpace`; what it moves nobody shares, for nobody finds it."""
         self._arrays.edit(_seq_id(state), edits, state.n_computed - state.n_dropped)
         if state.context is not None:
             # There is room, which its tables have yet to get.
             state.capacity = state.n_computed
 
     def fork(self, src: SeqState, dst: SeqState, n_tokens: int) -> bool:
-        """See `Space`."""
+        """See `SchedulerSpace`."""
         is_ahead = src.n_ahead > 0 and src.request is dst.request
         if src.seq_id is None or len(self._free) + is_ahead <= self._n_ahead:
             return False
@@ -270,18 +304,21 @@ class PagedSpace:
         return False
 
     def release(self, state: SeqState, *, damaged: bool = False, kept: bool = True) -> None:
-        """See `Space`; of what is not kept nothing is found beyond its full blocks."""
+        """See `SchedulerSpace`; of what is not kept nothing is found beyond its full blocks."""
         seq_id, self._n_ahead = _seq_id(state), self._n_ahead - state.n_ahead
+        if self._in_cells and self._caching and kept and not damaged:
+            self._learn(state, state.n_computed - state.n_past_read, is_end=True)
         for g, group in enumerate(self.groups) if damaged else ():
             held = self.manager.table(seq_id, g)
             self.pools[group.pool].forget([block for block in held if block != NULL])
         self._arrays.clear(seq_id)
         self.manager.free(seq_id)
         self._free.append(seq_id)
+        del self._running[seq_id]
         state.seq_id, state.capacity = None, 0
 
     def offload(self, state: SeqState) -> bool:
-        """See `Space`: full blocks went to a tier as soon as they could be found."""
+        """See `SchedulerSpace`: full blocks went to a tier as soon as they could be found."""
         if self.tiers is None:
             return False
         self.release(state)
@@ -290,9 +327,11 @@ class PagedSpace:
     # --- what the engine asks ------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """See `Space`; runs copies of requests that have ended, which hold blocks until then."""
+        """A step begins; runs copies of requests that have ended, which hold blocks until then."""
         self._arrays.copy(self.manager.take_copies())
         self.manager.new_step()
+        if self._is_ahead and self._is_tight:
+            self._shrink()
         for pool in self.pools:
             if events := pool.take_events():
                 self.residency.follow(events)
@@ -311,13 +350,21 @@ class PagedSpace:
         self._arrays.append(step, stays)
 
     def learn(self, step: StepBatch) -> None:
-        """See `Space`."""
-        for state, end in step.ends(self.manager.block_size):
+        """The tokens of a step are known, and others may find what it computed.
+
+        But for samples that have ended since: of those nothing of the step is found.
+        """
+        if not self._caching:
+            return
+        for state, end in step.ends(_STRIDE if self._in_cells else self.manager.block_size):
             if state.seq_id is not None:
                 self._learn(state, end)
 
     def has_room(self, n: int) -> bool:
-        """See `Space`; each needs a block of each group at most."""
+        """Whether n samples that run, whichever, find room for a token each.
+
+        Each needs a block of each group at most.
+        """
         needs = Counter(g.pool for g in self.groups)
         return self.manager.promises.spares([n * needs[i] for i in range(len(self.pools))])
 
@@ -325,7 +372,25 @@ class PagedSpace:
 
     def _borders(self, state: SeqState) -> tuple[int, ...]:
         """Where checkpoints of a prompt are worth keeping beside the regular ones."""
-        return state.request.borders if self._checkpoints else ()
+        if not self._checkpoints:
+            return ()
+        every = self._interval if self._in_cells else 0
+        regular = range(every, state.n_prompt + 1, every) if every else ()
+        return (*state.request.borders, *regular)
+
+    @property
+    def _is_tight(self) -> bool:
+        """Whether there is little room for cells in advance."""
+        n = _PLENTY * _STRIDE * self.n_seq_max
+        return any(pool.n_free < n for pool in self._pools_of_cells)
+
+    def _shrink(self) -> None:
+        """Takes back the cells that samples have in advance."""
+        self._is_ahead = False
+        for seq_id, state in self._running.items():
+            if self.manager.shrink(seq_id, state.n_computed - state.n_dropped):
+                self._arrays.shrink(seq_id)
+                self._note_capacity(state, seq_id)
 
     def _promoted(self, tokens: Sequence[int], salt: bytes) -> Chain:
         """The hashes of some tokens, after what a tier has of them was loaded."""
@@ -369,18 +434,26 @@ class PagedSpace:
         src.n_ahead, self._n_ahead = src.n_ahead - n, self._n_ahead - n
         self.manager.reserve(_seq_id(src), reserved_of(self.manager, src))
 
-    def _learn(self, state: SeqState, end: int) -> None:
-        """The first `end` tokens of a sample are there, and full blocks of them may be found."""
+    def _learn(self, state: SeqState, end: int, *, is_end: bool = False) -> None:
+        """The first `end` tokens of a sample are there, and full blocks of them may be found.
+
+        So may be the states after them where it computes no more: `is_end`.
+        """
         n_found = len(chain_of(self.manager, state).tokens)
         moved = state.context is not None and not 0 < n_found <= end
         if moved or state.folds:
             return
-        found = self.manager.register(_seq_id(state), min(end, n_found))
+        if not (end := min(end, n_found)):
+            return
+        found = self.manager.register(_seq_id(state), end)
+        if is_end:
+            self.manager.register_end(_seq_id(state), end)
         if self.tiers and found:
             self.tiers.store(found)
 
     def _start(self, state: SeqState, seq_id: int) -> None:
         state.start(seq_id, 0)
+        self._running[seq_id] = state
         self._note_capacity(state, seq_id)
 
     def _note_capacity(self, state: SeqState, seq_id: int) -> None:
