@@ -1,1 +1,1 @@
-"""HostCells bookkeeping of the cell mode: groups, windows, recurrent states, the token history."""
+"""Bookkeeping of the cells of a Runtime: groups, windows, recurrent states, token history."""

@@ -37,7 +37,7 @@ class PrefixHash(NamedTuple):
     @property
     def tokens(self) -> tuple[int, ...]:
         """Its tokens."""
-        return tuple(tokens_of(self.data))
+        return tuple(ids_in(self.data))
 
 
 class Chain:
@@ -156,7 +156,7 @@ def _data(tokens: array) -> bytes:
     return tokens.tobytes()
 
 
-def tokens_of(data: bytes) -> array:
+def ids_in(data: bytes) -> array:
     """The tokens of `PrefixHash.data`."""
     out = array("i", data)
     if sys.byteorder == "big":

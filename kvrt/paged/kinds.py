@@ -247,8 +247,8 @@ class ChunkedKind(SlidingKind):
 class RecurrentKind(FullKind):
     """One state stands for all tokens so far; block i is the last state within its tokens.
 
-    A step writes the state after its last token, so the blocks that it skips stay null, and
-    only a step that ends with a block leaves a state that others can resume from.
+    A step writes the states after its last `depth` tokens, so the blocks that it skips stay null,
+    and only a step that ends with a block leaves a state that others can resume from.
     """
 
     prefix_closed, slides, keeps_states = False, True, True
@@ -263,30 +263,32 @@ class RecurrentKind(FullKind):
         return GroupHit(n_tokens=0, blocks=[])
 
     def n_skipped(self, n_tokens: int, moving: Moving | None = None) -> int:
-        """Of n_tokens, how many lie before the one whose state is the last."""
-        return max(0, n_tokens - 1)
+        """Of n_tokens, how many lie before those whose states are kept."""
+        return max(0, n_tokens - self.group.depth)
 
     def n_new(self, n_entries: int, n_tokens: int, n_lookahead: int) -> int:
-        """One block if the state comes to lie in another one; drafts get none."""
-        return int(ceil_div(n_tokens, self.block_size) > n_entries)
+        """Blocks of the states that come to lie in others; drafts get none."""
+        n = ceil_div(n_tokens, self.block_size) - n_entries
+        return max(min(n, self.group.depth), 0)
 
     def grown(self, table: Sequence[int], n_tokens: int, fresh: list[int]) -> list[int]:
-        """Null blocks for those that are skipped, and the one for the last state."""
-        n_skipped_blocks = ceil_div(n_tokens, self.block_size) - len(table) - 1
+        """Null blocks for those that are skipped, and those for the last states."""
+        n_skipped_blocks = ceil_div(n_tokens, self.block_size) - len(table) - len(fresh)
         return [NULL] * n_skipped_blocks + fresh if fresh else []
 
     def n_peak(self, n_tokens: int, n_in_flight: int) -> int:
         """The most blocks that a sequence of n_tokens has at once: one is read, one is written."""
-        return min(2, ceil_div(n_tokens, self.block_size))
+        return min(2 * self.group.depth, ceil_div(n_tokens, self.block_size))
 
     def n_reserved(self, moving: Moving, n_in_flight: int) -> int:
         """As many as any other sequence has."""
-        return 2
+        return 2 * self.group.depth
 
     def serves_hit(self, index: int, segment: int, marks: Collection[int]) -> bool:
         """Whether a hit can end just after block `index`."""
         end = (index + 1) * self.block_size
-        return end in marks or (segment > 0 and end % segment == 0)
+        is_marked = any(0 <= mark - end < self.group.depth for mark in marks)
+        return is_marked or (segment > 0 and end % segment == 0)
 
 
 class SharedKind(FullKind):

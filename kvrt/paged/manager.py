@@ -32,6 +32,7 @@ class BlockManager:
       block_size: tokens of a block of chains.
       align: hits are multiples of it, in tokens.
       promises: blocks that are kept for somebody.
+      n_in_advance: tokens beyond those asked for that requests get blocks for, see `shrink`.
     """
 
     def __init__(self, groups: Sequence[PagedGroup], pools: Sequence[BlockPool], rules: BlockRules):
@@ -60,6 +61,7 @@ class BlockManager:
         self._transactions = Transactions(self._kinds, pools, self._copies, self.promises, rules)
         self._forks = Forks(self._kinds, pools, self._copies)
         self._requests: dict[Hashable, RequestBlocks] = {}
+        self.n_in_advance = 0
 
     def find_hit(self, chain: Chain, wanted: Wanted | None = None, *, read: bool = True) -> Hit:
         """The cached prefix of a prompt; never all of it.
@@ -95,7 +97,6 @@ class BlockManager:
         hit: Hit | None = None,
         n_settled: int | None = None,
         whole: int | Moving | None = None,
-        n_more: int = 0,
     ) -> tuple[tuple[int, ...], ...] | None:
         """Makes room for n_tokens of a request in all, the hit included.
 
@@ -108,7 +109,6 @@ class BlockManager:
             nothing.
           whole: admission; there must be room for the peak of so many tokens. A request that will
             drop tokens takes all that it will ever have, and is never refused later on.
-          n_more: tokens beyond n_tokens that get blocks in advance, see `shrink`.
 
         Returns:
           The blocks taken, by group; None if they do not fit or the hit is not ready.
@@ -119,7 +119,7 @@ class BlockManager:
         """
         moving = None if isinstance(whole, int) else whole
         request = self._begun(request_id, chain, hit, moving)
-        plan = self._plan(request, n_tokens, hit, n_settled, n_more)
+        plan = self._plan(request, n_tokens, hit, n_settled)
         needs = [plan.need]
         if isinstance(whole, int):
             needs.append(self._transactions.whole_need(request, hit, self._peaks(whole)))
@@ -346,7 +346,6 @@ class BlockManager:
         n_tokens: int,
         hit: Hit | None,
         n_settled: int | None,
-        n_more: int = 0,
     ) -> AllocationPlan:
         """What making room for a request does."""
         n_ctx = self._rules.n_ctx
@@ -357,6 +356,7 @@ class BlockManager:
                 f"{n_settled} tokens settled and a hit of {hit.n_tokens if hit else 0}, of "
                 f"{n_tokens} to be placed; at most {n_room} are settled, and a hit is shorter"
             )
+        n_more = 0 if request.moving else self.n_in_advance
         n_lookahead = min(max(self._rules.n_lookahead, n_more), n_ctx - n_tokens)
         return self._transactions.plan(
             request, n_tokens, hit=hit, n_settled=n_settled, n_lookahead=n_lookahead

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from kvrt.errors import BadConfig, CacheFull, UsageError
-from kvrt.paged.hashing import PrefixHash, tokens_of
+from kvrt.paged.hashing import PrefixHash, ids_in
 from kvrt.paged.layout.spec import NULL
 
 FreeOrder = Literal["unhashed_first", "by_time"]
@@ -31,7 +31,7 @@ class BlockStored(NamedTuple):
     @property
     def tokens(self) -> list[int]:
         """Tokens of all of them."""
-        return [t for data in self.data for t in tokens_of(data)]
+        return [t for data in self.data for t in ids_in(data)]
 
 
 class BlockRemoved(NamedTuple):

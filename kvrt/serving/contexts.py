@@ -138,9 +138,10 @@ def _refusal(layout: Layout, config: CacheConfig) -> str:
     extend = config.self_extend
     if extend is not None and extend.kind == "cache":
         return "and SelfExtend in the cache both move positions; choose one of them"
-    if layout.recurrent is not None and config.on_states == "refuse":
+    if layout.recurrent is not None and (config.on_states == "refuse" or not layout.groups):
+        remedy = " (or set on_states to 'keep')" if layout.groups else ""
         return (
             "takes positions out of a sequence, which the state of recurrent layers cannot "
-            "forget; do without it and raise n_ctx (or set on_states to 'keep')"
+            f"forget; do without it and raise n_ctx{remedy}"
         )
     return ""

@@ -22,6 +22,8 @@ CELLS = [
     slow(Cell(policy="context_shift", layers="full+recurrent", state="session")),
     slow(Cell(policy="context_shift", layers="full+recurrent", where="engine_cells")),
     slow(Cell(policy="attention_sinks", layers="full+delta", where="engine_cells", rope="read")),
+    slow(Cell(policy="context_shift", layers="full+recurrent", where="engine_paged")),
+    slow(Cell(policy="attention_sinks", layers="full+delta", where="engine_paged", dtype="f16")),
     slow(Cell(policy="context_shift", layers="window+recurrent")),
 ]
 
@@ -44,5 +46,4 @@ def test_what_has_no_attention_or_no_states_is_refused():
     with pytest.raises(BadConfig, match=cannot):
         Runtime(builds.model_of("recurrent"), config, policy=policy)
     with pytest.raises(BadConfig, match=cannot):
-        hybrid = builds.model_of("full+recurrent")
-        Engine(hybrid, config, EngineConfig(mode="paged"), policy=policy)
+        Engine(builds.model_of("recurrent"), config, EngineConfig(mode="paged"), policy=policy)

@@ -16,7 +16,7 @@ SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("states", "delta
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["recurrent", *SLOW])
 def test_a_hit_ends_within_the_last_tokens_of_a_text(kind):
-    """As many tokens before its end as there are states, beside another text; no further back."""
+    """As many tokens before its end as there are states, beside another text; else its prompt's."""
     first, beside = ask("first", FIRST, 8), ask("beside", [*FIRST[:9], 1, 2], 12)
     text = [*FIRST, *alone(kind, first)]
     n_computed = len(text) - 1  # the last one is sampled, and not computed
@@ -25,7 +25,7 @@ def test_a_hit_ends_within_the_last_tokens_of_a_text(kind):
         served(engine, [first, beside])
         other = ask("other", [*text[: n_computed - n_back], 3, 4], 6)
         found, n_cached = served(engine, [other])
-        wanted = 0 if n_found is None else n_computed - n_found
+        wanted = len(FIRST) if n_found is None else n_computed - n_found
         assert n_cached["other"] == wanted
         assert found["other", 0] == alone(kind, other)
 

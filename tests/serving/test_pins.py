@@ -143,6 +143,17 @@ def test_what_cannot_be_pinned_is_said_in_one_line(mode):
         engine.pin(text)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_pin_takes_no_room_that_is_reserved(mode):
+    engine, text = make("full", mode, n_ctx=80), prompt(24)
+    serve(engine, ask("a", text, 1))
+    engine.add_request(ask("b", prompt(5, 1), 60, reserve=64))
+    engine.step()
+    with pytest.raises(CacheFull, match="free and not reserved; wait for a request to end"):
+        engine.pin(text)
+    assert not engine.stats().n_pins
+
+
 KEPT = {"n_checkpoints": 4, "checkpoint_interval": 16, "n_ubatch": 16}
 
 

@@ -177,9 +177,9 @@ def test_what_runs_ahead_and_what_does_not():
         assert n_ahead("full", mode, {}, {}) == (11, 12)
         # What was sampled is looked at on the host.
         assert n_ahead("full", mode, {}, {"sampling": SAMPLINGS[2]}) == (0, 12)
-    # What others find of a window that uses its cells again would move on.
-    assert n_ahead("window", "paged", {}) == (11, 12)
-    assert n_ahead("window", "cell", {}) == (0, 12)
+        assert n_ahead("window", mode, {}) == (11, 12)
+        # What others find of a state would move on.
+        assert n_ahead("recurrent", mode, {}) == (0, 12)
 
 
 @pytest.mark.parametrize("mode", ["paged", "cell"])

@@ -182,7 +182,7 @@ def test_what_a_prompt_left_is_found_at_its_checkpoints():
     model, many = MODELS["recurrent"](), {"n_dense": 0, "channels": (((0, 3),),) * 3}
     select = dataclasses.replace(SELECTS["double_sparsity"], **many)
     begin = [x % 32 for x in BEGIN]
-    config = config_of(select, n_checkpoints=4, n_seq_max=1)
+    config = config_of(select, n_checkpoints=24, n_seq_max=1)
     engine = Engine(model, config, EngineConfig(mode="cell"))
     served(engine, [begin])
     asked, texts = Request(id="a", tokens=(*begin, 5, 6), n_predict=N_NEW), []

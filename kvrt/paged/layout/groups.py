@@ -44,6 +44,7 @@ class LayerCache:
       shares: the layer whose keys and values it reads instead of its own (issue 20: `kv_of`).
       array_block: as of `PagedGroup`.
       group: the model's group that it is of, where each has a pool of its own; else -1.
+      depth: as of `PagedGroup`.
     """
 
     layer: int
@@ -60,6 +61,7 @@ class LayerCache:
     shares: int | None = None
     array_block: int = 0
     group: int = -1
+    depth: int = 1
 
     @property
     def token_bytes(self) -> int:
@@ -194,9 +196,10 @@ def layer_caches(
         for layer in group.layers
     ]
     if recurrent:
-        b = config.block_size
+        depth = 1 if page is None else 1 + config.n_rs_seq
+        b = config.block_size if depth == 1 else 1
         found += [
-            LayerCache(layer=layer, kind="recurrent", block_size=b, state=arrays)
+            LayerCache(layer=layer, kind="recurrent", block_size=b, state=arrays, depth=depth)
             for layer, arrays in zip(recurrent.layers, recurrent.arrays, strict=True)
         ]
     return tuple(sorted(found, key=lambda x: x.layer))
@@ -267,6 +270,7 @@ def strided(bucket: Sequence[LayerCache], size: int, pool: int) -> list[PagedGro
             n_sink=one.n_sink,
             pool=pool,
             array_block=one.array_block,
+            depth=one.depth,
         )
         for i in range(n)
     ]

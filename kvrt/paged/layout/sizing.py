@@ -27,7 +27,7 @@ def most_blocks(group: PagedGroup, n_tokens: int, n_seq: int, n_inflight: int) -
     if group.kind == "full":
         return whole
     if group.kind == "recurrent":
-        return min(whole, _STATES * n_seq)
+        return min(whole, _STATES * group.depth * n_seq)
     # Tokens that the oldest new one sees, and the new ones; they may begin inside a block.
     sinks = n_seq * -(-group.n_sink // b)
     if group.kind == "window":

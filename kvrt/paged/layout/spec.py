@@ -29,6 +29,8 @@ class PagedGroup:
       target: the group whose table it reads, for "shared" alone.
       array_block: cells of a block of the device's arrays, a multiple of block_size; 0 is one block
         of the group. In arrays of larger blocks the null block has no cells.
+      depth: of a recurrent group, newest states of a sequence that are kept; several only where
+        each token has a block of its own.
     """
 
     kind: GroupKind
@@ -39,6 +41,7 @@ class PagedGroup:
     target: int | None = None
     n_sink: int = 0
     array_block: int = 0
+    depth: int = 1
 
     @property
     def n_span(self) -> int:
@@ -56,6 +59,11 @@ class PagedGroup:
         for ok, message in (
             (self.block_size >= 1, f"block_size is {self.block_size}; it must be at least 1"),
             ((self.size > 0) == sized, f"a {self.kind} group with size {self.size}"),
+            (
+                self.depth == 1 or (self.kind == "recurrent" and self.block_size == 1),
+                f"{self.depth} states a sequence of a {self.kind} group in blocks of "
+                f"{self.block_size} tokens; several are kept of single tokens",
+            ),
             (self.n_sink == 0 or sized, f"a {self.kind} group with {self.n_sink} sinks"),
             (
                 (self.target is not None) == (self.kind == "shared"),

@@ -212,24 +212,27 @@ class Transactions:
     def register_end(self, request: RequestBlocks, chain: Chain, n_tokens: int) -> None:
         """Lets the states after n_tokens be found, of a request that computes no more."""
         for g, kind in enumerate(self._kinds):
-            table, index = request.tables[g], (n_tokens - 1) // kind.block_size
-            if not kind.keeps_states or index >= len(table) or table[index] == NULL:
-                continue
-            first, end = index * kind.block_size // chain.block_size, n_tokens // chain.block_size
-            self._pools[kind.pool].register(table[index], g, chain.part(first, end - first))
-            self._copies.written(kind.pool, table[index])
+            b, table, fine = kind.block_size, request.tables[g], chain.block_size
+            for end in range(n_tokens, max(n_tokens - kind.group.depth, 0), -1):
+                index = (end - 1) // b
+                if not kind.keeps_states or index >= len(table) or table[index] == NULL:
+                    break
+                entry = chain.part(index * b // fine, end // fine - index * b // fine)
+                self._pools[kind.pool].register(table[index], g, entry)
+                self._copies.written(kind.pool, table[index])
 
     def shrink(self, request: RequestBlocks, n_tokens: int) -> bool:
         """Gives back blocks of a request behind n_tokens; whether there were some."""
-        n_room, request.n_tokens = request.n_room, n_tokens
+        request.n_tokens, has_shrunk = n_tokens, False
         for g, kind in enumerate(self._kinds):
             table = request.tables[g]
             n = ceil_div(request.cell(g, n_tokens), kind.block_size)
             if kind.has_blocks and not kind.keeps_states and len(table) > n:
                 self._give_back(request, g, table[n:][::-1])
                 del table[n:]
+                has_shrunk = True
         request.note_room(self._kinds, 0)
-        return request.n_room != n_room
+        return has_shrunk
 
     def drop(self, request: RequestBlocks, n: int) -> None:
         """Takes n tokens after those that a request keeps out of its tables."""

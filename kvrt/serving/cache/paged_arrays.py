@@ -376,12 +376,16 @@ class PagedArrays:
     def _states(self, step: StepBatch) -> StateIndex:
         (g,) = self._recurrent
         table, none = self._tables[g], self._layout.n_states
+        depth = self._plan.groups[g].depth
         src, dst = [], []
         for c in step.chunks:
             to = table.block(c.seq_id, c.n_before + c.n - 1)
             of = table.block(c.seq_id, c.n_before - 1) if c.n_before else none
-            src += [of, *[to] * (c.n - 1)]
-            dst += [to] * c.n
+            mine = [to] * c.n
+            for i in range(1, min(depth, c.n)):
+                mine[-1 - i] = table.block(c.seq_id, c.n_before + c.n - 1 - i)
+            src += [of, *mine[:-1]]
+            dst += mine
         src, dst = (step.spread(np.array(x, np.int32), none) for x in (src, dst))
         return StateIndex(src=src, dst=dst)
 

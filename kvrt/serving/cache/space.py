@@ -85,11 +85,7 @@ class Space:
         n_batch, hash_size = options.rules.n_batch, options.fine(config)
         n_ctx_seq = min(options.rules.n_ctx_seq or config.n_ctx, config.n_ctx)
         self.n_seq_max, self._plan, self._n_batch = config.n_seq_max, plan, n_batch
-        spans = {g.pool: g.n_span for g in plan.groups if g.kind != "recurrent"}
-        self.pools = [
-            BlockPool(p.n_blocks, caching=options.prefix_cache, events=True, span=spans.get(i, 1))
-            for i, p in enumerate(plan.pools)
-        ]
+        self.pools = open_pools(plan, caching=options.prefix_cache)
         self._in_cells, self._caching = options.page(config) is not None, options.prefix_cache
         # Cells of dropped tokens stay in the first block that is kept and the first that moves.
         n_room = n_ctx_seq + 2 * max((g.block_size for g in plan.groups), default=0)
@@ -100,7 +96,7 @@ class Space:
             partial=hash_size is not None,
             n_in_flight=n_batch,
             n_ctx=n_room,
-            marked_states=self._in_cells,
+            marked_states=self._in_cells and self._interval is not None,
             checkpoint_interval=None if self._in_cells else self._interval,
         )
         self._checkpoints = PoolCheckpoints(plan) if config.n_checkpoints else None
@@ -110,10 +106,9 @@ class Space:
         # Free numbers, and how many are for samples that will be forked from some that run.
         self._free, self._n_ahead = list(range(self.n_seq_max))[::-1], 0
         self._chunk_ends = chunk_ends(plan.groups, rules, self._interval, in_cells=self._in_cells)
-        # Samples that run, and whether some have cells in advance.
         self._running: dict[int, SeqState] = {}
-        self._pools_of_cells = [self.pools[i] for i in spans]
-        self._n_stride, self._is_ahead = _STRIDE - 1 if self._in_cells else 0, False
+        kinds = {g.pool for g in plan.groups if g.kind != "recurrent"}
+        self._pools_of_cells = [self.pools[i] for i in kinds]
         self.residency = Residency()
         self.sessions: SessionFiller | None = None
         sizes = [g.block_size for g in plan.groups if g.kind == "recurrent"]
@@ -261,12 +256,9 @@ class Space:
     def grow(self, state: SeqState, n_tokens: int) -> bool:
         """See `SchedulerSpace`."""
         seq_id, gone = _seq_id(state), state.n_dropped
-        n_more = 0 if self._is_tight or state.context is not None else self._n_stride
-        n_settled = state.n_computed - gone
-        new = self.manager.allocate(seq_id, n_tokens - gone, n_settled=n_settled, n_more=n_more)
+        new = self.manager.allocate(seq_id, n_tokens - gone, n_settled=state.n_computed - gone)
         if new is None:
             return False
-        self._is_ahead |= n_more > 0
         self._arrays.update(seq_id, new)
         self._note_capacity(state, seq_id)
         return True
@@ -330,8 +322,8 @@ class Space:
         """A step begins; runs copies of requests that have ended, which hold blocks until then."""
         self._arrays.copy(self.manager.take_copies())
         self.manager.new_step()
-        if self._is_ahead and self._is_tight:
-            self._shrink()
+        if self._in_cells:
+            self._plan_ahead()
         for pool in self.pools:
             if events := pool.take_events():
                 self.residency.follow(events)
@@ -378,16 +370,12 @@ class Space:
         regular = range(every, state.n_prompt + 1, every) if every else ()
         return (*state.request.borders, *regular)
 
-    @property
-    def _is_tight(self) -> bool:
-        """Whether there is little room for cells in advance."""
+    def _plan_ahead(self) -> None:
+        """Says whether samples get cells in advance; takes those back that they have, if not."""
         n = _PLENTY * _STRIDE * self.n_seq_max
-        return any(pool.n_free < n for pool in self._pools_of_cells)
-
-    def _shrink(self) -> None:
-        """Takes back the cells that samples have in advance."""
-        self._is_ahead = False
-        for seq_id, state in self._running.items():
+        is_plenty = all(pool.n_free >= n for pool in self._pools_of_cells)
+        had, self.manager.n_in_advance = self.manager.n_in_advance, (_STRIDE - 1) * is_plenty
+        for seq_id, state in self._running.items() if had and not is_plenty else ():
             if self.manager.shrink(seq_id, state.n_computed - state.n_dropped):
                 self._arrays.shrink(seq_id)
                 self._note_capacity(state, seq_id)
@@ -460,6 +448,15 @@ class Space:
         state.capacity = self.manager.n_capacity(seq_id) + state.n_dropped
         if state.context is not None and state.n_until is not None:
             state.capacity = min(state.capacity, state.n_until)
+
+
+def open_pools(plan: PagedPlan, *, caching: bool) -> list[BlockPool]:
+    """The pools of a plan; blocks that lie in one block of the arrays are taken together."""
+    spans = {g.pool: g.n_span for g in plan.groups if g.kind != "recurrent"}
+    return [
+        BlockPool(p.n_blocks, caching=caching, events=True, span=spans.get(i, 1))
+        for i, p in enumerate(plan.pools)
+    ]
 
 
 def _seq_id(state: SeqState) -> int:

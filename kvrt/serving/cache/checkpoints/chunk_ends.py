@@ -79,9 +79,9 @@ def chunk_ends(
     """
     if all(g.kind != "recurrent" for g in groups):
         return None
-    if in_cells:
+    if in_cells and interval is not None:
         n_chunk = rules.n_in_flight
-        return ChunkEnds(block_size=1, hash_size=None, n_chunk=n_chunk, interval=interval or 0)
+        return ChunkEnds(block_size=1, hash_size=None, n_chunk=n_chunk, interval=interval)
     return ChunkEnds(
         block_size=math.lcm(*(g.block_size for g in groups)),
         hash_size=rules.hash_block_size if rules.partial else None,
