@@ -96,7 +96,8 @@ class Space:
             partial=hash_size is not None,
             n_in_flight=n_batch,
             n_ctx=n_room,
-            marked_states=self._in_cells and self._interval is not None,
+            # States of single tokens are too many to keep.
+            marked_states=self._in_cells and (self._interval is not None or config.n_rs_seq > 0),
             checkpoint_interval=None if self._in_cells else self._interval,
         )
         self._checkpoints = PoolCheckpoints(plan) if config.n_checkpoints else None
