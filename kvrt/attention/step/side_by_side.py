@@ -38,6 +38,7 @@ def takes(q: Float[Array, "H G D"], kv: LayerKV, view: BlockView, how: LayerAtte
     return (
         plain
         and view.block_size == _N_CELLS
+        and view.blocks.shape[0] >= _LEAST
         and q.shape[1] in _OPERANDS
         and all(n is not None and q.shape[2] % (_TERMS * n) == 0 for n in groups)
     )
