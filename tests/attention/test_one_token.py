@@ -132,39 +132,3 @@ def test_products_read_float32_a_tile_at_a_time(kv_dtype):
         wide = re.findall(r"tensor<([\dx]+)xf32>", text)
         sizes = {int(np.prod([int(n) for n in x.split("x")])) for x in wide}
         assert max(sizes) == H * D * B * (1 if kv_dtype in ("q8_0", "int4") else 8)
-
-
-@pytest.mark.parametrize("kv_dtype", ["f32", "bf16", "int8", "q8_0"])
-@pytest.mark.parametrize("n_kv", [1, 2, 4])
-def test_eight_blocks_a_pass_are_those_of_the_list(kv_dtype, n_kv):
-    """Lists of every length, so that passes and what they leave begin and end anywhere."""
-    n_q, d, n = 8, 64, 21
-    group = GroupSpec(layers=(0,), n_kv_heads=n_kv, head_dim=d, rope=None, soft_cap=3.0)
-    config = CacheConfig(n_ctx=n * B, block_size=B, type_k=kv_dtype, type_v=kv_dtype)
-    rng = np.random.default_rng(0)
-    k, v = (rng.standard_normal((n * B, n_kv, d)).astype(np.float32) for _ in range(2))
-    store = kv_store.create(store_spec(group, config))
-    store = jitted_write(store, np.arange(n * B, dtype=np.int32), [k], [v])
-    q, *own = (3 * rng.standard_normal((1, h, d)).astype(np.float32) for h in (n_q, n_kv, n_kv))
-    pos = np.arange(n * B, dtype=np.int32).reshape(n, B)
-    order = rng.permutation(n).astype(np.int32)
-    for n_blocks in (0, 1, 3, 4, 5, 8, 11, 12, 16, 20, 21):
-        view = BlockView(
-            pos=np.array([n * B], np.int32),
-            bits=np.ones((1, 1), np.uint32),
-            blocks=order,
-            n_blocks=np.int32(n_blocks),
-            cell_pos=pos,
-            cell_seqs=np.ones((n, B, 1), np.uint32),
-        )
-        found, wanted = (
-            jitted_attend(
-                TokenQKV(q=q, k=own[0], v=own[1]),
-                LayerKV(k=store.k[0], v=store.v[0]),
-                view,
-                LayerAttention(group=group, rope=None, implementation=name),
-            )
-            for name in ("chunked", "reference")
-        )
-        for x, y in zip(found, wanted, strict=True):
-            np.testing.assert_allclose(x, y, atol=3e-6)
