@@ -5,6 +5,7 @@ blocks that hold something for these tokens are read. The step's own tokens join
 they are written afterwards, because writing first makes XLA copy every layer.
 """
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from kvrt.arrays import AnyArray, Array, Bool, Float
 from kvrt.attention import softmax
 from kvrt.attention.prefill import pieces
 from kvrt.attention.rope import RopeTables
+from kvrt.attention.step import side_by_side
 from kvrt.attention.types import LayerAttention, LayerKV, TokenQKV
 from kvrt.attention.view import AnyView, BlockView, SeqView
 from kvrt.config import GroupSpec
@@ -63,7 +65,12 @@ def _attend_blocks(
     if n_tokens == 1:
         # It begins with itself: nothing is merged, and no constant copied into every layer's loop.
         s = softmax.scores(heads[0], own[0], group.score_scale, group.soft_cap)
-        part = _over_list(softmax.of_one(s, values, visible[None]), heads, ropes, kv, view, how)
+        part = softmax.of_one(s, values, visible[None])
+        if side_by_side.takes(heads[0], kv, view, how):
+            part, n_done = side_by_side.attend(part, heads[0], kv, view, how)
+            left = jnp.roll(view.blocks, -n_done), jnp.maximum(view.n_blocks - n_done, 0)
+            view = dataclasses.replace(view, blocks=left[0], n_blocks=left[1])
+        part = _over_list(part, heads, ropes, kv, view, how)
     else:
         part = _over_list(None, heads, ropes, kv, view, how)
         sees = [x[None] for x in _with_near(visible, view, view.pos, how)]

@@ -3,12 +3,14 @@ r"""What KV dtypes and types of weights cost: perplexity, divergence from f32, a
     python -m scripts.experiments.quality
     python -m scripts.experiments.quality --kinds q8_0,int4,int4+hadamard --n_texts 1 --chunk 8
     python -m scripts.experiments.quality --of weights --model gemma3-270m --kinds int8,int8/32
+    python -m scripts.experiments.quality --of weights --kinds int8 --texts licence.txt,records.json
 
 One JSON line a kind, over three plays: tokens 3,000 to 4,023 of each, of which the first 512 are
 not scored. Of the cache (--of cache) a kind is a KV dtype, "+hadamard" transforms what is quantized
 before it is quantized. Tokens come in --chunk at a time, and see each other as they are; all that
 came before is read from the cache. So a small chunk costs time and shows what decoding shows:
---chunk 1 reads all but a token's own keys and values as they are stored.
+--chunk 1 reads all but a token's own keys and values as they are stored. --texts names files that
+are read in the plays' place, the first 1,024 tokens of each, with a line for each.
 
 Of weights, beside an f32 cache, a kind is a type that a model can be loaded as, or "int8/N":
 weights of eight bits of which at most N share a scale, multiplied in float32. "int8/32" has the
@@ -17,6 +19,7 @@ weights of llama.cpp's Q8_0, which rounds the activations to eight bits as well.
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, get_args
 
 import jax
@@ -64,28 +67,51 @@ _CHUNK = flags.DEFINE_integer(
     "chunk", None, f"Tokens that come in at once, a divisor of {N_UNSCORED}.", 1, N_UNSCORED
 )
 _N_TEXTS = flags.DEFINE_integer("n_texts", 3, "Plays.", lower_bound=1, upper_bound=3)
+_TEXTS = flags.DEFINE_list("texts", [], "Files of text that are read in place of plays.")
 
 
 def main() -> None:
     kinds, chunk = asked()
     model = load(_MODEL.value, dtype="f32")
-    read = [pieces(model.tokenizer, name) for name in list(texts.PLAYS)[: _N_TEXTS.value]]
+    read = readings(model.tokenizer)
     plain = runtime_of(model.decoder, "f32", chunk)
-    exact = [logits_of(plain, tokens) for tokens in read]
-    base = compared(exact, exact, read).perplexity
+    exact = {name: [logits_of(plain, x) for x in of] for name, of in read.items()}
     cheaper: Callable[[str], Runtime] = {
         "cache": lambda kind: runtime_of(model.decoder, kind, chunk),
         "weights": lambda kind: with_weights(plain, model.decoder, kind),
     }[_OF.value]
     for kind in kinds:
         runtime = plain if kind == "f32" else cheaper(kind)
-        found = exact if kind == "f32" else [logits_of(runtime, tokens) for tokens in read]
-        cost = compared(exact, found, read)
-        figures = {**dataclasses.asdict(cost), "change": cost.perplexity / base - 1}
-        if _OF.value == "cache":
-            figures["bytes_a_token"] = bytes_a_token(runtime)
-        sizes = {"model": _MODEL.value, "kind": kind, "n_texts": len(read), "chunk": chunk}
-        measure.emit(f"quality of {_OF.value}", **sizes, **figures)
+        for name, of in read.items():
+            found = exact[name] if kind == "f32" else [logits_of(runtime, x) for x in of]
+            cost, base = (compared(exact[name], x, of) for x in (found, exact[name]))
+            change = cost.perplexity / base.perplexity - 1
+            figures = {**dataclasses.asdict(cost), "change": change}
+            if _OF.value == "cache":
+                figures["bytes_a_token"] = bytes_a_token(runtime)
+            sizes = {"model": _MODEL.value, "kind": kind, "n_texts": len(of), "chunk": chunk}
+            sizes |= {"text": name} if _TEXTS.value else {}
+            measure.emit(f"quality of {_OF.value}", **sizes, **figures)
+
+
+def readings(tokenizer: Any) -> dict[str, list[list[int]]]:
+    """Tokens of the plays together, or of each text that is asked for.
+
+    Raises:
+      UsageError: a text that cannot be read, or has too few tokens.
+    """
+    if not _TEXTS.value:
+        return {"plays": [pieces(tokenizer, name) for name in list(texts.PLAYS)[: _N_TEXTS.value]]}
+    found = {}
+    for name in _TEXTS.value:
+        try:
+            tokens = tokenizer.encode(Path(name).read_text("utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise app.UsageError(f"--texts: {name} cannot be read as text: {error}") from error
+        if len(tokens) < N_TOKENS:
+            raise app.UsageError(f"--texts: {name} has {len(tokens)} tokens, {N_TOKENS} are read")
+        found[name] = [tokens[:N_TOKENS]]
+    return found
 
 
 def asked() -> tuple[list[str], int]:

@@ -156,3 +156,17 @@ def test_kinds_are_asked_for_by_the_same_flags():
     for wrong, text in (({"chunk": 7}, "7 does not divide 512"), ({"kinds": ["int8/4"]}, "int8/4")):
         with flagsaver.flagsaver(**wrong), pytest.raises(app.UsageError, match=text):
             quality.asked()
+
+
+def test_texts_are_read_in_the_plays_place(tmp_path):
+    class Bytes:
+        def encode(self, text):
+            return list(text.encode())
+
+    long, short, torn = (tmp_path / name for name in ("long", "short", "torn"))
+    long.write_text("a" * 2000), short.write_text("a"), torn.write_bytes(b"\xff")
+    with flagsaver.flagsaver(texts=[str(long)]):
+        assert quality.readings(Bytes()) == {str(long): [[97] * divergence.N_TOKENS]}
+    for wrong, text in ((short, "has 1 tokens"), (torn, "as text"), (tmp_path / "no", "as text")):
+        with flagsaver.flagsaver(texts=[str(wrong)]), pytest.raises(app.UsageError, match=text):
+            quality.readings(Bytes())

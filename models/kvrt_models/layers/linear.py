@@ -49,6 +49,23 @@ class Linear(nnx.Module, pytree=False):
         y = linear(x, self.matrix)
         return y if self.bias is None else y + self.bias[...].astype(jnp.float32)[None]
 
+    def for_several(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
+        """The product, for several readers.
+
+        Each would add up the sums of one token's groups by itself, for XLA fuses that into whatever
+        reads them, and nothing across a conditional.
+        """
+        y = self(x)
+        if self.scale is None or x.shape[0] > 1:
+            return y
+        # No scale is below zero, which XLA does not know.
+        known = self.scale[...].reshape(-1)[0] >= 0
+        return lax.platform_dependent(
+            y,
+            cpu=lambda y: lax.cond(known, lambda: y, lambda: jnp.zeros_like(y)),
+            default=lambda y: y,
+        )
+
 
 def linear(x: Float[Array, "T I"], weight: Matrix) -> Float[Array, "T O"]:
     """X times the transpose of weight, summed in float32; with half-precision weights x is rounded.

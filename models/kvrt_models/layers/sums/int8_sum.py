@@ -108,10 +108,10 @@ def _rounded(x: Array, g: int) -> tuple[Int[Array, "T I"], Float[Array, " T"]]:
     step = most * (1 / levels(g))
     # A conversion makes zero of NaN; the step, which the sums are multiplied with, stays NaN.
     rounded = jnp.round(x / step[:, None]).astype(jnp.int16)
-    # XLA computes what is cheap again for each output, a rounding too; an integer division counts
-    # as expensive. No magnitude is below zero, which XLA does not know, so this divides by one.
-    one = jnp.where(most < 0, 2, 1).astype(jnp.int16)[:, None]
-    return lax.div(rounded, jnp.broadcast_to(one, x.shape)), step
+    # XLA computes what is cheap again for each output, a rounding too, but puts no sum into a sum.
+    # This one has two terms of which the second is zero, as XLA does not see.
+    terms = rounded[:, :, None] & np.array([-1, 0], np.int16)[None, None]
+    return lax.reduce(terms, np.int16(0), lax.bitwise_or, (2,)), step
 
 
 def _zeros(scale: Array) -> Int[Array, "..."]:
