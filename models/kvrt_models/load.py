@@ -14,23 +14,14 @@ from kvrt.errors import BadModelFile, UnsupportedModel
 from kvrt.exclusive import start_jax
 from kvrt_models import hub
 from kvrt_models.decoder import Decoder
+from kvrt_models.families.shared import registry
 from kvrt_models.gguf import file as gguf
-from kvrt_models.gguf import spec as gguf_spec
 from kvrt_models.gguf.parts import model_name, open_gguf_model
 from kvrt_models.hf import safetensors
-from kvrt_models.hf import spec as hf_spec
 from kvrt_models.hf.json_file import read_json
 from kvrt_models.identity import identity
 from kvrt_models.layers.linear import Matrix
-from kvrt_models.layers.tensors import (
-    gguf_name,
-    gguf_shape,
-    hf_names,
-    other_hf_names,
-    tensor_names,
-    weight_parts,
-    weight_shape,
-)
+from kvrt_models.layers.tensors import tensors_of, weight_parts, weight_shape
 from kvrt_models.spec import DecoderSpec
 from kvrt_models.tokenizer import encode as tokenizer
 from kvrt_models.weights import shapes
@@ -250,7 +241,7 @@ def describe_model(
         name, described = path.resolve().name, _folder_spec(path)[1]
     elif path.suffix == ".json":
         with _naming(path):
-            described = hf_spec.spec_from_config(read_json(path))
+            described = registry.spec_from_config(read_json(path))
         name = path.resolve().parent.name
     else:
         file, described, names = _gguf_spec(path)
@@ -264,13 +255,16 @@ def _gguf_spec(path: Path) -> tuple[gguf.GGUFFile, DecoderSpec, dict[str, list[s
     """The header, the model it describes, and the file's name of each tensor."""
     file = open_gguf_model(path)
     with _naming(path):
-        described = gguf_spec.spec_from_gguf(file.metadata, file.tensors)
+        described = registry.spec_from_gguf(file.metadata, file.tensors)
         if "rope_freqs.weight" in file.tensors:
             factors = gguf.read_gguf_tensor(file, "rope_freqs.weight")
-            described = gguf_spec.with_freq_factors(described, tuple(map(float, factors)))
-        there = file.tensors.keys()
-        names = {name: [gguf_name(described, name, there)] for name in tensor_names(described)}
-        shapes = {x: gguf_shape(described, name, x) for name, (x,) in names.items()}
+            described = registry.with_freq_factors(described, tuple(map(float, factors)))
+        names, shapes = {}, {}
+        for name, row in tensors_of(described).items():
+            called, shape = row.gguf, row.shape
+            if row.joined is not None and called not in file.tensors:
+                called, shape = row.joined if row.joined[0] in file.tensors else (called, shape)
+            names[name], shapes[called] = [called], shape
         file = dataclasses.replace(file, tensors=_fitted(file.tensors, shapes))
     _check_names(model_name(path), described, names, set(file.tensors))
     return file, described, names
@@ -309,11 +303,11 @@ def _folder_spec(path: Path) -> tuple[safetensors.Folder, DecoderSpec, dict[str,
     """The folder, the model it describes, and the files' names of each tensor."""
     folder = safetensors.open_hf_folder(path)
     with _naming(path / "config.json"):
-        described = hf_spec.spec_from_config(folder.config)
-    names = {name: hf_names(described, name) for name in tensor_names(described)}
-    for name, called in names.items():
-        other = other_hf_names(described, called)
-        names[name] = other if other[0] in folder.tensors else called
+        described = registry.spec_from_config(folder.config)
+    names, others = {}, registry.family_of(described.arch).other_names
+    for name, row in tensors_of(described).items():
+        other = [part.replace(*others) for part in row.hf]
+        names[name] = other if other[0] in folder.tensors else row.hf
     names = _as_stored(names, folder.tensors)
     _check_names(path.resolve().name, described, names, set(folder.tensors))
     return folder, described, names

@@ -10,8 +10,7 @@ from flax import nnx
 from kvrt.errors import BadModelFile, KvrtError, UnsupportedModel
 from kvrt.program.programs import layer_params
 from kvrt_models.decoder import Decoder
-from kvrt_models.gguf import spec as gguf_spec
-from kvrt_models.hf import spec as hf_spec
+from kvrt_models.families.shared import registry
 from kvrt_models.weights.shapes import weight_shapes
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
@@ -30,7 +29,7 @@ TENSORS = {"token_embd.weight": Shaped((300, 64)), "output.weight": Shaped((300,
 def hf(arch="llama", *, without=(), **change):
     """A spec from the config.json of a golden folder with changes."""
     config = json.loads((GOLDEN / arch / "config.json").read_text()) | change
-    return hf_spec.spec_from_config({k: v for k, v in config.items() if k not in without})
+    return registry.spec_from_config({k: v for k, v in config.items() if k not in without})
 
 
 def metadata(arch="llama", **change):
@@ -50,7 +49,7 @@ def metadata(arch="llama", **change):
 
 
 def gguf(arch="llama", tensors=None, **change):
-    return gguf_spec.spec_from_gguf(metadata(arch, **change), TENSORS | (tensors or {}))
+    return registry.spec_from_gguf(metadata(arch, **change), TENSORS | (tensors or {}))
 
 
 def numbered_kinds(of):

@@ -88,7 +88,7 @@ def test_a_cap_that_is_null_is_off_and_one_left_out_is_usual():
 
 
 def test_norms_are_called_as_in_gemma_3():
-    names = tensors.tensor_names(hf_gemma())
+    names = tensors.tensors_of(hf_gemma())
     assert {f"blk.2.{n}.weight" for n in ("post_attention_norm", "post_ffw_norm")} <= set(names)
     assert not any("q_norm" in name for name in names)
 
@@ -103,7 +103,10 @@ def test_norms_are_called_as_in_gemma_3():
         (dict(sliding_window=None), "lacks 'sliding_window'"),
         (dict(sliding_window=0), "'sliding_window' is 0, a whole number from 1"),
         (dict(layer_types=[NEAR]), "'layer_types' is a list of 1, a list of 3 names is wanted"),
-        (dict(layer_types=["chunked_attention"] * 3), "a layer of kind 'chunked_attention'"),
+        (
+            dict(layer_types=["chunked_attention"] * 3),
+            "'layer_types' with 'chunked_attention' is not",
+        ),
         (dict(mlp_bias=True), "'mlp_bias' is True, which is not supported"),
         (dict(rope_parameters={NEAR: {}}), "RoPE that differs by kind of layer"),
     ],

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from headers import GOLDEN, hf, numbered_kinds, refused
 
-from kvrt_models.hf import spec as hf_spec
+from kvrt_models.families.shared import registry
 from kvrt_models.layers import tensors
 from kvrt_models.layers.feed_forward import _above
-from kvrt_models.layers.gemma.sizes import AltUp, LayerInputs
+from kvrt_models.spec import AltUp, LayerInputs
 
 NAME = "gemma3n"
 
@@ -33,7 +33,7 @@ def as_published():
     kept = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
     kept += ("num_key_value_heads", "max_position_embeddings")
     values = {k: names[k] for k in kept} | {"intermediate_size": 24, "num_hidden_layers": 35}
-    return hf_spec.spec_from_config(values)
+    return registry.spec_from_config(values)
 
 
 def test_what_a_file_does_not_say_is_as_in_transformers():
@@ -53,6 +53,12 @@ def test_layers_of_one_kind_have_any_index():
     assert numbered_kinds(as_published()) == wanted
 
 
+def test_widths_may_differ_by_layer():
+    assert hf(NAME, intermediate_size=[24] * 6) == hf(NAME)
+    found = hf(NAME, intermediate_size=[24] * 5 + [48])
+    assert (found.n_ff, found.n_ff_of(4), found.n_ff_of(5)) == (48, 24, 48)
+
+
 def test_a_share_of_gates_is_zero():
     gates = jnp.asarray(np.random.default_rng(0).standard_normal((4, 4000)), jnp.float32)
     found = _above(gates, hf(NAME, activation_sparsity_pattern=0.8).ffn_cutoffs[0])
@@ -68,10 +74,10 @@ def test_tensors_are_called_as_in_the_file():
         "altup_unembd_proj_1.weight": "model.altup_unembed_projections.0.weight",
         "blk.4.laurel_l.weight": "model.layers.4.laurel.linear_left.weight",
     }
-    assert {name: tensors.hf_names(found, name) for name in called} == {
+    assert {name: tensors.tensors_of(found)[name].hf for name in called} == {
         name: [x] for name, x in called.items()
     }
-    assert set(called) <= set(tensors.tensor_names(found))
+    assert set(called) <= set(tensors.tensors_of(found))
     assert tensors.weight_parts(found)["blk.5.attn_qkv.weight"] == ("blk.5.attn_q.weight",)
 
 
@@ -79,7 +85,7 @@ def test_tensors_are_called_as_in_the_file():
     ("change", "words"),
     [
         (dict(model_type="gemma3n"), "model type 'gemma3n' of config.json has parts for pictures"),
-        (dict(intermediate_size=[24] * 5 + [48]), "all layers have one width"),
+        (dict(intermediate_size=[24] * 5), "a list of 5, a list of 6 whole numbers"),
         (dict(altup_active_idx=3), "'altup_active_idx' is 3"),
         (dict(altup_num_inputs=0), "'altup_num_inputs' is 0"),
         (dict(activation_sparsity_pattern=[0.5]), "a list of 6 shares is wanted"),

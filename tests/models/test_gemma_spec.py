@@ -79,7 +79,7 @@ def test_what_gemma_adds_to_a_decoder():
 
 def test_names_and_shapes_of_the_added_norms():
     found = gemma()
-    names = tensors.tensor_names(found)
+    names = tensors.tensors_of(found)
     added = {f"blk.12.{n}.weight" for n in ("post_attention_norm", "post_ffw_norm", "attn_q_norm")}
     assert added <= set(names)
     assert tensors.tensor_shape(found, "blk.3.post_ffw_norm.weight") == (64,)
@@ -90,11 +90,11 @@ def test_names_and_shapes_of_the_added_norms():
     }
     for name, called in hf_names.items():
         wanted = f"model.layers.0.{called}.weight"
-        assert tensors.hf_names(found, f"blk.0.{name}.weight") == [wanted]
+        assert tensors.tensors_of(found)[f"blk.0.{name}.weight"].hf == [wanted]
     llama = gguf()
     plain = "model.layers.0.post_attention_layernorm.weight"
-    assert tensors.hf_names(llama, "blk.0.ffn_norm.weight") == [plain]
-    assert not any("post_" in name for name in tensors.tensor_names(llama))
+    assert tensors.tensors_of(llama)["blk.0.ffn_norm.weight"].hf == [plain]
+    assert not any("post_" in name for name in tensors.tensors_of(llama))
     norms = {name.split(".")[-2] for name in names if tensors.is_norm(name)}
     assert norms == {*hf_names, "attn_norm", "attn_q_norm", "attn_k_norm", "output_norm"}
 
@@ -167,14 +167,14 @@ def bases(near=None, far=None, **other):
         (dict(layer_types=NEAR), "'layer_types' is 'sliding_attention', a list of 4"),
         (
             dict(layer_types=[NEAR] * 3 + ["chunked_attention"]),
-            "a layer of kind 'chunked_attention'",
+            "'layer_types' with 'chunked_attention' is not",
         ),
-        (dict(layer_types=[[]] * 4), "a layer of kind a list of 0"),
+        (dict(layer_types=[[]] * 4), "'layer_types' with a list of 0 is not"),
         (dict(layer_types=None, sliding_window_pattern=0), "'sliding_window_pattern' is 0"),
         (dict(mlp_bias=True), "'mlp_bias' is True, which is not supported"),
         (dict(rope_parameters=dict(rope_theta=1e4)), "'rope_parameters' with 'rope_theta'"),
         (bases(chunked_attention={}), "'rope_parameters' with 'chunked_attention'"),
-        (bases(far=dict(rope_type="yarn", factor=2.0)), "RoPE scaling 'yarn' of config.json"),
+        (bases(far=dict(rope_type="yarn", factor=2.0)), "RoPE scaling 'yarn' of gemma3_text"),
         (bases(far=dict(rope_type="linear")), "lacks 'factor'"),
         (bases(near=dict(rope_theta=-1.0)), "'rope_theta' is -1.0"),
         (bases(near=dict(partial_rotary_factor=0.5)), "'partial_rotary_factor' is 0.5"),

@@ -60,7 +60,7 @@ def test_what_config_json_leaves_out_is_what_transformers_takes():
 
 def test_names_and_shapes_of_experts():
     found = gpt_oss()
-    names = tensors.tensor_names(found)
+    names = tensors.tensors_of(found)
     wanted = {
         "ffn_gate_inp.weight": ("mlp.router.weight", (5, 32)),
         "ffn_gate_inp.bias": ("mlp.router.bias", (5,)),
@@ -72,10 +72,10 @@ def test_names_and_shapes_of_experts():
     }
     for name, (called, shape) in wanted.items():
         assert f"blk.1.{name}" in names
-        assert tensors.hf_names(found, f"blk.1.{name}") == [f"model.layers.1.{called}"]
+        assert tensors.tensors_of(found)[f"blk.1.{name}"].hf == [f"model.layers.1.{called}"]
         assert tensors.tensor_shape(found, f"blk.1.{name}") == shape
     assert not any("ffn_gate." in name or "ffn_down." in name for name in names)
-    assert not any("exps" in n or "sinks" in n for n in tensors.tensor_names(hf("llama")))
+    assert not any("exps" in n or "sinks" in n for n in tensors.tensors_of(hf("llama")))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_names_and_shapes_of_experts():
         (dict(layer_types=[NEAR]), "'layer_types' is a list of 1, a list of 2 names is wanted"),
         (dict(attention_bias=1), "'attention_bias' is 1, true or false is wanted"),
         (dict(mlp_bias=True), "'mlp_bias' is True, which is not supported"),
-        (dict(rope_parameters=dict(rope_type="spiral")), "RoPE scaling 'spiral' of config.json"),
+        (dict(rope_parameters=dict(rope_type="spiral")), "RoPE scaling 'spiral' of gpt_oss"),
     ],
 )
 def test_config_json_is_refused_in_one_line(change, words):
@@ -130,9 +130,10 @@ def test_a_gguf_says_what_config_json_does():
     assert {(g.rope.base, g.rope.truncate, g.rope.layout) for g in found.groups} == {
         (15e4, True, "neox")
     }
-    assert tensors.gguf_name(found, "blk.2.ffn_norm.weight") == "blk.2.post_attention_norm.weight"
-    assert tensors.gguf_name(found, "output_norm.weight") == "output_norm.weight"
-    assert tensors.gguf_name(gguf(), "blk.2.ffn_norm.weight") == "blk.2.ffn_norm.weight"
+    for name, row in tensors.tensors_of(found).items():
+        assert row.gguf == name.replace(".ffn_norm.", ".post_attention_norm.")
+    name = "blk.1.ffn_norm.weight"
+    assert tensors.tensors_of(gguf())[name].gguf == name
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import pytest
 from kvrt.errors import UnsupportedModel
 from kvrt.store import rope
 from kvrt_models.identity import description
-from kvrt_models.layers.latent_sizes import Indexer
 from kvrt_models.load import load
+from kvrt_models.spec import Indexer
 from tests.models.headers import GOLDEN, hf
 
 V32 = "deepseek-v32"

@@ -112,7 +112,7 @@ def test_queries_keys_and_values_lie_one_below_the_other():
 
 def test_names_as_published_and_as_transformers_writes_them(tmp_path):
     """A network without experts is `mlp` in the published files."""
-    called = tensors.hf_names(hf(NAME), "blk.0.ffn_up.weight")
+    called = tensors.tensors_of(hf(NAME))["blk.0.ffn_up.weight"].hf
     assert called == ["model.layers.0.mlp.up_proj.weight"]
     for path in (GOLDEN / NAME).glob("*.json"):
         (tmp_path / path.name).write_bytes(path.read_bytes())

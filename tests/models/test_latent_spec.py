@@ -11,7 +11,7 @@ from headers import GOLDEN, Shaped, gguf, hf, refused
 
 from kvrt import CacheConfig
 from kvrt.program.estimate import of_cells
-from kvrt_models.hf import latent
+from kvrt_models.families.shared import registry
 from kvrt_models.layers import tensors
 from kvrt_models.layers.experts import Mixture, _weigh
 from kvrt_models.load import load
@@ -97,10 +97,10 @@ def test_experts_that_config_json_leaves_out():
 
 def test_a_guessed_number_of_experts_is_told():
     config = json.loads((GOLDEN / "deepseek-v2" / "config.json").read_text())
-    assert latent.notes(config, v2().experts) == ()
+    assert registry.folder_notes(config, v2()) == ()
     del config["num_experts_per_tok"]
-    assert latent.notes(config, None) == ()
-    (line,) = latent.notes(config, v2().experts)
+    assert registry.folder_notes(config, v2(first_k_dense_replace=2)) == ()
+    (line,) = registry.folder_notes(config, v2())
     assert line.startswith("config.json has no 'num_experts_per_tok'; 6 are taken")
 
 
@@ -116,12 +116,12 @@ def test_names_and_shapes_of_tensors():
         "blk.1.exp_probs_b.bias": ("mlp.gate.e_score_correction_bias", (8,)),
         "blk.1.ffn_up_shexp.weight": ("mlp.shared_experts.up_proj.weight", (12, 32)),
     }
-    names = tensors.tensor_names(found)
+    names = tensors.tensors_of(found)
     for name, (called, shape) in wanted.items():
         assert name in names and tensors.tensor_shape(found, name) == shape
-        assert tensors.hf_names(found, name) == [f"model.layers.{name.split('.')[1]}.{called}"]
+        assert tensors.tensors_of(found)[name].hf == [f"model.layers.{name.split('.')[1]}.{called}"]
     assert "blk.0.attn_q.weight" not in names and "blk.0.attn_k.weight" not in names
-    assert "blk.0.attn_q.weight" in tensors.tensor_names(v2())
+    assert "blk.0.attn_q.weight" in tensors.tensors_of(v2())
 
 
 def routed(of, scores, bias):
@@ -258,11 +258,10 @@ def test_a_gguf_of_before_april_2025_says_the_same():
     found = gguf("deepseek2", {joined: Shaped((144, 32))}, **GGUF | older)
     assert found == deepseek2()
     for name in ("blk.0.attn_k_b.weight", "blk.0.attn_v_b.weight"):
-        assert tensors.gguf_name(found, name, [joined]) == joined
-        assert tensors.gguf_name(found, name, [joined, name]) == name
-        assert tensors.gguf_shape(found, name, joined) == (144, 32)
+        assert tensors.tensors_of(found)[name].joined == (joined, (144, 32))
     x = np.arange(144 * 32, dtype=np.float32).reshape(144, 32)
-    k, v = (tensors.tensor_from_gguf(found, f"blk.0.attn_{i}_b.weight", x) for i in "kv")
+    rows = [tensors.tensors_of(found)[f"blk.0.attn_{i}_b.weight"] for i in "kv"]
+    k, v = (row.make([x], row.shape) for row in rows)
     by_head = x.reshape(4, 36, 32)
     np.testing.assert_array_equal(k, by_head[:, :16].swapaxes(1, 2))
     np.testing.assert_array_equal(v, by_head[:, 16:])

@@ -81,10 +81,10 @@ def test_names_of_dense_and_of_shared_networks():
         "blk.1.ffn_down_exps.weight": ("feed_forward.experts.down_proj", (4, 16, 12)),
         "blk.3.ffn_down_shexp.weight": ("feed_forward.shared_expert.down_proj.weight", (16, 12)),
     }
-    names = tensors.tensor_names(found)
+    names = tensors.tensors_of(found)
     for name, (called, shape) in wanted.items():
         assert name in names and tensors.tensor_shape(found, name) == shape
-        assert tensors.hf_names(found, name) == [f"model.layers.{name.split('.')[1]}.{called}"]
+        assert tensors.tensors_of(found)[name].hf == [f"model.layers.{name.split('.')[1]}.{called}"]
     assert not {"blk.1.ffn_up.weight", "blk.0.ffn_up_exps.weight"} & set(names)
 
 
@@ -95,7 +95,10 @@ def test_names_of_dense_and_of_shared_networks():
         (dict(attention_chunk_size=0), "'attention_chunk_size' is 0, a whole number from 1"),
         (dict(attention_chunk_size=None), "lacks 'attention_chunk_size'"),
         (dict(layer_types=[FAR]), "'layer_types' is a list of 1, a list of 4 names is wanted"),
-        (dict(layer_types=["sliding_attention"] * 4), "a layer of kind 'sliding_attention'"),
+        (
+            dict(layer_types=["sliding_attention"] * 4),
+            "'layer_types' with 'sliding_attention' is not",
+        ),
         (
             dict(no_rope_layers=[1, 1]),
             "'no_rope_layers' is a list of 2, a list of 4 zeros and ones",
@@ -111,7 +114,7 @@ def test_names_of_dense_and_of_shared_networks():
         (dict(attn_temperature_tuning="on"), "'attn_temperature_tuning' is 'on'"),
         (dict(floor_scale=0), "'floor_scale' is 0, a finite number above 0"),
         (dict(attn_scale=-0.1), "'attn_scale' is -0.1, a finite number from 0"),
-        (dict(rope_parameters=dict(rope_type="yarn")), "RoPE scaling 'yarn' of config.json"),
+        (dict(rope_parameters=dict(rope_type="yarn")), "RoPE scaling 'yarn' of llama4_text"),
         (dict(quantization_config=dict(quant_method="fbgemm_fp8")), "quantized by 'fbgemm_fp8'"),
     ],
 )

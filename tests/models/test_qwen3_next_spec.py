@@ -34,9 +34,9 @@ def test_experts_are_where_a_period_and_a_list_put_them():
     assert hf(MIXED, norm_topk_prob=False).experts.scoring == "share"
     assert hf(MIXED, decoder_sparse_step=2, mlp_only_layers=None).experts.layers == (1, 3)
     assert hf(MIXED, mlp_only_layers=[0, 1, 2, 3]).experts is None
-    names = tensors.tensor_names(found)
+    names = tensors.tensors_of(found)
     assert {"blk.0.ffn_gate_inp_shexp.weight", "blk.1.ffn_up.weight"} <= set(names)
-    called = tensors.hf_names(found, "blk.0.ffn_gate_inp.weight")
+    called = tensors.tensors_of(found)["blk.0.ffn_gate_inp.weight"].hf
     assert called == ["model.layers.0.mlp.gate.weight"]
 
 
@@ -47,8 +47,11 @@ def test_experts_are_where_a_period_and_a_list_put_them():
         (dict(linear_conv_kernel_dim=1), "'linear_conv_kernel_dim' is 1, a whole number from 2"),
         (dict(linear_key_head_dim=0), "'linear_key_head_dim' is 0"),
         (dict(layer_types=["full_attention"]), "'layer_types' is a list of 1, a list of 3 names"),
-        (dict(layer_types=["sliding"] * 3), "layers of kind 'sliding' are not supported in qwen3"),
-        (dict(mlp_only_layers="1"), "'mlp_only_layers' is '1', a list of layers is wanted"),
+        (
+            dict(layer_types=["sliding"] * 3),
+            "'layer_types' with 'sliding' is not supported in qwen3",
+        ),
+        (dict(mlp_only_layers="1"), "'mlp_only_layers' is '1', a list of layers below 3"),
         (dict(num_experts=4, num_experts_per_tok=5), "'num_experts_per_tok' is 5"),
         (dict(hidden_act="gelu"), "'hidden_act' is 'gelu', which is not supported"),
         (dict(rope_parameters=dict(rope_type="yarn")), "RoPE scaling 'yarn' of qwen3_next"),

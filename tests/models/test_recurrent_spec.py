@@ -83,10 +83,10 @@ def test_a_jamba_has_experts_in_layers_of_a_period():
     assert found.experts == wanted
     name = "blk.1.ffn_up_exps.weight"
     assert tensors.tensor_shape(found, name) == (16, 48, 32)
-    called = tensors.hf_names(found, name)
+    called = tensors.tensors_of(found)[name].hf
     assert called[15] == "model.layers.1.feed_forward.experts.15.up_proj.weight"
-    assert "blk.0.ffn_up.weight" in tensors.tensor_names(found)
-    assert "blk.1.ffn_up.weight" not in tensors.tensor_names(found)
+    assert "blk.0.ffn_up.weight" in tensors.tensors_of(found)
+    assert "blk.1.ffn_up.weight" not in tensors.tensors_of(found)
 
 
 @pytest.mark.parametrize(
@@ -192,26 +192,26 @@ def test_frequency_divisors_of_a_gguf_are_refused():
 
 
 def test_a_layer_has_the_tensors_of_its_kind_alone():
-    names = tensors.tensor_names(hf("jamba"))
+    names = tensors.tensors_of(hf("jamba"))
     own = [name for name in names if name.startswith(("blk.0.", "blk.1."))]
     assert {"blk.0.ssm_a", "blk.0.ffn_up.weight", "blk.1.attn_q.weight"} <= set(own)
     assert not [n for n in own if n.startswith("blk.0.attn_") and n != "blk.0.attn_norm.weight"]
     assert not [n for n in own if n.startswith("blk.1.ssm_")]
-    plain = tensors.tensor_names(recurrent_gguf("mamba"))
+    plain = tensors.tensors_of(recurrent_gguf("mamba"))
     assert not [n for n in plain if "ffn" in n or "attn_q" in n]
 
 
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        ("jamba", dict(mamba_d_state=4), "tensor 'blk.0.ssm_a' has shape (64, 8), (64, 4) wanted"),
-        ("jamba", dict(mamba_d_conv=3), "'blk.0.ssm_conv1d.weight' has shape (64, 1, 4), (64, 3)"),
+        ("jamba", dict(mamba_d_state=4), "mamba.x_proj.weight' has shape ("),
+        ("jamba", dict(mamba_d_conv=3), "mamba.conv1d.weight' has shape (64, 1, 4), (64, 3)"),
         ("jamba", dict(attn_layer_offset=0), "lacks 16 of 46 tensors"),
         ("jamba", dict(mamba_conv_bias=False), "2 tensors in its layers that no jamba model here"),
         (
             "bamba",
             dict(mamba_n_heads=16, mamba_d_head=4),
-            "'blk.0.ssm_in.weight' has shape (168, 32), (176",
+            "mamba.in_proj.weight' has shape (168, 32), (176",
         ),
     ],
 )

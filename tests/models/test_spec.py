@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from kvrt.errors import BadModelFile
 from kvrt.store import rope
 from kvrt_models import load
-from kvrt_models.gguf import spec as gguf_spec
+from kvrt_models.families.shared import registry
 from kvrt_models.gguf.departures import departures
 from kvrt_models.layers import tensors
 from kvrt_models.weights.int8_weights import Watch
@@ -101,7 +101,7 @@ def test_rope_scaling_wins_over_rope_parameters():
         (YARN | dict(rope_theta=1.0), "the base must be above 1"),
         (YARN | dict(truncate=0), "'truncate' is 0, true or false is wanted"),
         (dict(rope_type=3), "'rope_type' is 3, a string is wanted"),
-        (dict(rope_type="spiral"), "RoPE scaling 'spiral' of config.json is not supported"),
+        (dict(rope_type="spiral"), "RoPE scaling 'spiral' of llama is not supported"),
         (dict(rope_type="default", partial_rotary_factor=0.5), "'partial_rotary_factor' is 0.5"),
         (dict(rope_type="default", mrope_section=[2, 3, 3]), "'mrope_section' is a list of 3"),
         (dict(full_attention=dict(rope_type="default")), "differs by kind of layer"),
@@ -148,7 +148,7 @@ def test_config_json_is_refused_in_one_line(change, words):
 def test_biases_are_those_of_the_family():
     found = hf(attention_bias=True, mlp_bias=True)
     assert (found.qkv_bias, found.out_bias, found.ffn_bias) == (True, True, True)
-    names = tensors.tensor_names(found)
+    names = tensors.tensors_of(found)
     assert {"blk.1.attn_output.bias", "blk.0.ffn_down.bias", "blk.1.ffn_up.bias"} <= set(names)
     assert tensors.tensor_shape(found, "blk.0.ffn_up.bias") == (found.n_ff,)
     qwen2 = hf("qwen2", attention_bias=True)
@@ -298,12 +298,12 @@ def test_longrope_tensors_of_a_gguf_are_refused():
 
 def test_frequency_divisors_must_fit():
     tensors = {"rope_freqs.weight": Shaped((8,))}
-    found = gguf_spec.with_freq_factors(gguf(tensors=tensors), (2.0,) * 8)
+    found = registry.with_freq_factors(gguf(tensors=tensors), (2.0,) * 8)
     assert found.groups[0].rope.freq_factors == (2.0,) * 8
     wide = {"rope_freqs.weight": Shaped((1 << 40,))}
     refused("has shape (1099511627776,), (8,) is wanted", lambda: gguf(tensors=wide))
-    refused("finite numbers above 0", lambda: gguf_spec.with_freq_factors(gguf(), (0.0,) * 8))
-    refused("does not fit", lambda: gguf_spec.with_freq_factors(gguf(), (2.0,) * 3))
+    refused("finite numbers above 0", lambda: registry.with_freq_factors(gguf(), (0.0,) * 8))
+    refused("does not fit", lambda: registry.with_freq_factors(gguf(), (2.0,) * 3))
 
 
 @pytest.mark.parametrize(
@@ -335,8 +335,8 @@ def test_gguf_metadata_is_refused_in_one_line(change, words):
 
 def test_gguf_without_or_with_another_architecture():
     refused("architecture 'rwkv7' of this GGUF is not supported", lambda: gguf("rwkv7"))
-    refused("lacks 'general.architecture'", lambda: gguf_spec.spec_from_gguf({}, TENSORS))
-    refused("'token_embd.weight' is missing", lambda: gguf_spec.spec_from_gguf(metadata(), {}))
+    refused("lacks 'general.architecture'", lambda: registry.spec_from_gguf({}, TENSORS))
+    refused("'token_embd.weight' is missing", lambda: registry.spec_from_gguf(metadata(), {}))
 
 
 def test_gguf_biases_windows_and_head_sizes_are_read():

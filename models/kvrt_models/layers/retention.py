@@ -18,7 +18,8 @@ from kvrt.arrays import Array, Float, Int
 from kvrt.attention.contract import Attend, ChunkedStep, Inputs, State
 from kvrt_models.layers.delta.chunk import CHUNK, by_head, dot
 from kvrt_models.layers.linear import Linear, Matrix, unit_norm
-from kvrt_models.layers.ssm import SsmSpec
+from kvrt_models.layers.table import Add
+from kvrt_models.spec import SsmSpec
 
 # What the logarithms of the decays are divided by, so that they are near one.
 _DECAY_DIVISOR = 16.0
@@ -90,12 +91,20 @@ class GatedRetention(nnx.Module, pytree=False):
     """A mixer whose heads keep a matrix each, normed and multiplied by a gate."""
 
     def __init__(self, of: SsmSpec, layer: int, weights: Mapping[str, Matrix], eps: float):
-        """Takes the weights `blk.{layer}.ssm_*`, see `kvrt_models.layers.ssm.ssm_tensor_names`."""
+        """Takes the weights `blk.{layer}.ssm_*`, see `add_tensors`."""
         self.of, self.layer, self.eps = of, layer, eps
         at = f"blk.{layer}.ssm_"
         self.projection = Linear.named(weights, f"{at}in")
         self.decay = Linear.named(weights, f"{at}gt")
         self.out = Linear.named(weights, f"{at}out")
+
+    @staticmethod
+    def add_tensors(add: Add, of: SsmSpec, n_embd: int) -> None:
+        """Adds the tensors of a layer; queries, keys, values and gates have as many channels."""
+        n_in = 2 * (of.n_heads * of.d_state + of.d_inner)
+        add("ssm_in", [f"self_attn.{x}_proj" for x in "qkvg"], n_in, n_embd)
+        add("ssm_gt", "self_attn.gt_proj", of.n_heads, n_embd)
+        add("ssm_out", "self_attn.o_proj", n_embd, of.d_inner)
 
     def __call__(self, h: Float[Array, "T E"], attend: Attend) -> Float[Array, "T E"]:
         """The layer's part of the residual stream."""

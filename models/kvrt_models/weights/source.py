@@ -10,14 +10,12 @@ import xxhash
 
 from kvrt.arrays import Float
 from kvrt.errors import BadModelFile
+from kvrt_models.families.shared.registry import family_of, folder_notes
 from kvrt_models.file_digest import kept_digest
 from kvrt_models.gguf import file as gguf
 from kvrt_models.gguf.departures import departures
-from kvrt_models.hf import latent as hf_latent
 from kvrt_models.hf import safetensors
-from kvrt_models.hf import spec as hf_spec
-from kvrt_models.layers import expert_tensors, ssm
-from kvrt_models.layers.tensors import is_norm, tensor_from_gguf, tensor_from_hf, tensor_shape
+from kvrt_models.layers.tensors import is_norm, tensor_shape, tensors_of
 from kvrt_models.spec import DecoderSpec
 
 # Gives rows [start, end) of a tensor, counted over all axes but the last.
@@ -80,6 +78,13 @@ def gguf_source(
     file: gguf.GGUFFile, spec: DecoderSpec, names: Mapping[str, Sequence[str]]
 ) -> WeightSource:
     """The tensors of a GGUF file; `names` are what it calls them."""
+    table = tensors_of(spec)
+
+    def tensor(name: str) -> np.ndarray:
+        (called,), row = names[name], table[name]
+        x = gguf.read_gguf_tensor(file, called)
+        is_joined = row.joined is not None and called == row.joined[0]
+        return row.make([x], row.shape) if is_joined and row.make else x
 
     def rows(name: str) -> Rows:
         called = names[name][0]
@@ -87,9 +92,7 @@ def gguf_source(
 
     return WeightSource(
         spec=spec,
-        tensor=lambda name: tensor_from_gguf(
-            spec, name, gguf.read_gguf_tensor(file, names[name][0])
-        ),
+        tensor=tensor,
         rows=rows,
         called=names,
         files=file.parts,
@@ -112,19 +115,20 @@ def folder_source(
     folder: safetensors.Folder, spec: DecoderSpec, names: Mapping[str, Sequence[str]]
 ) -> WeightSource:
     """The tensors of a Hugging Face folder; `names` are those of which each one is made."""
-    less_one = spec.arch in hf_spec.NORMS_LESS_ONE
+    table, less_one = tensors_of(spec), family_of(spec.arch).norms_less_one
 
     def tensor(name: str) -> np.ndarray:
         parts = [safetensors.read_folder_tensor(folder, part) for part in names[name]]
-        x = tensor_from_hf(spec, name, parts)
+        row = table[name]
+        x = parts[0] if row.make is None else row.make(parts, row.shape)
         # The norm behind the gated delta rule is as it is in every file.
-        is_less = less_one and is_norm(name) and not ssm.is_recurrent(name)
+        is_less = less_one and is_norm(name) and ".ssm_" not in name
         return x + np.float32(1) if is_less else x
 
     def rows(name: str) -> Rows:
-        shape, stored = tensor_shape(spec, name), folder.places[names[name][0]].shape
-        if _is_stored_so(name) and stored == shape and len(shape) == 2:
-            called = names[name][0]
+        called, shape = names[name][0], table[name].shape
+        stored = folder.places[called].shape
+        if table[name].make is None and stored == shape and len(shape) == 2:
             return lambda start, end: safetensors.read_folder_tensor(
                 folder, called, slice(start, end)
             )
@@ -140,7 +144,7 @@ def folder_source(
         rows=rows,
         called=names,
         files=files,
-        notes=hf_latent.notes(folder.config, spec.experts),
+        notes=folder_notes(folder.config, spec),
     )
 
 
@@ -153,8 +157,3 @@ def check_shape(called: Sequence[str], found: tuple[int, ...], wanted: tuple[int
     if found != wanted:
         others = f" with {len(called) - 1} more" if len(called) > 1 else ""
         raise BadModelFile(f"tensor {called[0]!r}{others} has shape {found}, {wanted} wanted")
-
-
-def _is_stored_so(name: str) -> bool:
-    """Whether `tensor_from_hf` leaves a tensor as the folder has it."""
-    return not ssm.is_recurrent(name) and not expert_tensors.is_experts(name.split(".")[-2])
