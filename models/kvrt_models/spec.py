@@ -403,18 +403,13 @@ class Layers:
 
     def group(self, head_dim: int, scale: float | None) -> GroupSpec:
         """The layers with sizes; raises BadConfig where these are impossible."""
+        same = ("n_kv_heads", "rope", "soft_cap", "temperature", "latent_rank", "kv_of", "indexed")
         return GroupSpec(
             layers=self.ids,
-            n_kv_heads=self.n_kv_heads,
             head_dim=self.head_dim or head_dim,
-            rope=self.rope,
             mask=self.mask,
             scale=scale if self.scale is None else self.scale,
-            soft_cap=self.soft_cap,
-            temperature=self.temperature,
-            latent_rank=self.latent_rank,
-            kv_of=self.kv_of,
-            indexed=self.indexed,
+            **{name: getattr(self, name) for name in same},
         )
 
 

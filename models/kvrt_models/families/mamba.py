@@ -135,14 +135,13 @@ def _ssm(keys: Header, kind: Mamba, layers: Sequence[int]) -> SsmSpec | None:
     if not layers:
         return None
     sizes = _sizes if keys.tensors is None else _gguf_sizes
-    groups: dict[str, Any] = {} if kind == "mamba1" else dict(n_groups=keys.whole("mamba_n_groups", most=_MAX_SIZE))
     return SsmSpec(
         kind=kind,
         layers=tuple(layers),
         d_conv=keys.whole("mamba_d_conv", least=2, most=_MAX_SIZE),
         d_state=keys.whole("mamba_d_state", most=_MAX_SIZE),
+        n_groups=keys.whole("mamba_n_groups", most=_MAX_SIZE) if kind == "mamba2" else 1,
         **sizes(keys, kind, layers[0]),
-        **groups,
     )
 
 

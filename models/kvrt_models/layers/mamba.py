@@ -54,23 +54,36 @@ class Convolution(nnx.Module, pytree=False):
         return lax.dynamic_slice_in_dim(seen, n, window.shape[0]), jax.nn.silu(y)
 
 
-class Mamba1(nnx.Module, pytree=False):
+class RecurrentMixer(nnx.Module, pytree=False):
+    """What recurrent layers have alike: a projection of all that a token brings, and one back."""
+
+    def __init__(self, of: SsmSpec, layer: int, weights: Mapping[str, Matrix], eps: float):
+        """Takes `blk.{layer}.ssm_in` and `ssm_out`, and what there is of the other `ssm_*`."""
+        self.of, self.layer, self.eps = of, layer, eps
+        self.at = at = f"blk.{layer}.ssm_"
+        self.projection, self.out = (Linear.named(weights, f"{at}{x}") for x in ("in", "out"))
+        if of.d_conv:
+            self.conv = Convolution.named(weights, f"{at}conv1d")
+            self.decay = nnx.Param(weights[f"{at}a"])
+        if f"{at}d" in weights:
+            self.skip = nnx.Param(weights[f"{at}d"])
+        if of.d_conv and of.kind != "mamba1":
+            self.dt_bias = nnx.Param(weights[f"{at}dt.bias"])
+            self.norm = nnx.Param(weights[f"{at}norm.weight"])
+
+
+class Mamba1(RecurrentMixer):
     """Selective state space with a decay of its own for each channel and state.
 
     Source: arXiv:2312.00752, sec. 3; with norms of step size, B and C arXiv:2403.19887, sec. 6.4.
     """
 
     def __init__(self, of: SsmSpec, layer: int, weights: Mapping[str, Matrix], eps: float):
-        """Takes the weights `blk.{layer}.ssm_*`, see `add_tensors`."""
-        self.of, self.layer, self.eps = of, layer, eps
-        at = f"blk.{layer}.ssm_"
-        self.projection = Linear.named(weights, f"{at}in")
-        self.conv = Convolution.named(weights, f"{at}conv1d")
-        self.x, self.dt = Linear.named(weights, f"{at}x"), Linear.named(weights, f"{at}dt")
-        norms = [f"{at}{name}_norm.weight" for name in ("dt", "b", "c") if of.norms]
+        """Takes `ssm_x`, `ssm_dt` and norms of what they give beside what all mixers have."""
+        super().__init__(of, layer, weights, eps)
+        self.x, self.dt = (Linear.named(weights, f"{self.at}{x}") for x in ("x", "dt"))
+        norms = [f"{self.at}{name}_norm.weight" for name in ("dt", "b", "c") if of.norms]
         self.norms = nnx.List([nnx.Param(weights[name]) for name in norms])
-        self.decay, self.skip = nnx.Param(weights[f"{at}a"]), nnx.Param(weights[f"{at}d"])
-        self.out = Linear.named(weights, f"{at}out")
 
     @staticmethod
     def add_tensors(add: Add, of: SsmSpec, n_embd: int) -> None:
@@ -102,22 +115,11 @@ class Mamba1(nnx.Module, pytree=False):
         return (window, past), jnp.sum(past * c, axis=1) + self.skip[...] * x
 
 
-class Mamba2(nnx.Module, pytree=False):
+class Mamba2(RecurrentMixer):
     """Selective state space of heads: one decay a head, B and C shared by a group of heads.
 
     Source: arXiv:2405.21060, sec. 7.
     """
-
-    def __init__(self, of: SsmSpec, layer: int, weights: Mapping[str, Matrix], eps: float):
-        """Takes the weights `blk.{layer}.ssm_*`, see `add_tensors`."""
-        self.of, self.layer, self.eps = of, layer, eps
-        at = f"blk.{layer}.ssm_"
-        self.projection = Linear.named(weights, f"{at}in")
-        self.conv = Convolution.named(weights, f"{at}conv1d")
-        self.dt_bias = nnx.Param(weights[f"{at}dt.bias"])
-        self.norm = nnx.Param(weights[f"{at}norm.weight"])
-        self.decay, self.skip = nnx.Param(weights[f"{at}a"]), nnx.Param(weights[f"{at}d"])
-        self.out = Linear.named(weights, f"{at}out")
 
     @staticmethod
     def add_tensors(add: Add, of: SsmSpec, n_embd: int) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 
 from kvrt.arrays import Array, Float
@@ -17,7 +16,7 @@ from kvrt.attention.contract import Attend, ChunkedStep, Inputs, State
 from kvrt_models.layers.delta.chunk import CHUNK, CHUNK_BY_CHANNEL, delta_chunk
 from kvrt_models.layers.delta.step import delta_step
 from kvrt_models.layers.linear import Linear, Matrix, rms_norm
-from kvrt_models.layers.mamba import Convolution
+from kvrt_models.layers.mamba import RecurrentMixer
 from kvrt_models.layers.table import Add, decays, reshaped
 from kvrt_models.spec import SsmSpec
 
@@ -25,22 +24,11 @@ from kvrt_models.spec import SsmSpec
 _EPS = 1e-6
 
 
-class DeltaMixer(nnx.Module, pytree=False):
+class DeltaMixer(RecurrentMixer):
     """Matrix states of heads, several of which may share a query and a key.
 
     What makes decays and gates is each family's own.
     """
-
-    def __init__(self, of: SsmSpec, layer: int, weights: Mapping[str, Matrix], eps: float):
-        """Takes the weights `blk.{layer}.ssm_*`, see `add_tensors`."""
-        self.of, self.layer, self.eps = of, layer, eps
-        at = f"blk.{layer}.ssm_"
-        self.projection = Linear.named(weights, f"{at}in")
-        self.conv = Convolution.named(weights, f"{at}conv1d")
-        self.dt_bias = nnx.Param(weights[f"{at}dt.bias"])
-        self.decay = nnx.Param(weights[f"{at}a"])
-        self.norm = nnx.Param(weights[f"{at}norm.weight"])
-        self.out = Linear.named(weights, f"{at}out")
 
     def _read(self, attend: Attend, inputs: Inputs, size: int) -> Float[Array, "T H V"]:
         """What tokens read of the states, normed; at most `size` of them at once."""
@@ -83,7 +71,7 @@ class GatedDeltaNet(DeltaMixer):
     def __init__(self, of: SsmSpec, layer: int, weights: Mapping[str, Matrix], eps: float):
         """Takes `ssm_ba`, of what is written and what decays, beside what all mixers have."""
         super().__init__(of, layer, weights, eps)
-        self.gates = Linear.named(weights, f"blk.{layer}.ssm_ba")
+        self.gates = Linear.named(weights, f"{self.at}ba")
 
     @staticmethod
     def add_tensors(add: Add, of: SsmSpec, n_embd: int) -> None:
@@ -116,10 +104,9 @@ class KimiDelta(DeltaMixer):
     def __init__(self, of: SsmSpec, layer: int, weights: Mapping[str, Matrix], eps: float):
         """Takes `ssm_beta`, `ssm_f_*` of the decays and `ssm_g_*` of the gates beside those."""
         super().__init__(of, layer, weights, eps)
-        low = f"blk.{layer}.ssm_"
-        self.beta = Linear.named(weights, f"{low}beta")
-        self.f_a, self.f_b = (Linear.named(weights, f"{low}f_{x}") for x in "ab")
-        self.g_a, self.g_b = (Linear.named(weights, f"{low}g_{x}") for x in "ab")
+        self.beta = Linear.named(weights, f"{self.at}beta")
+        self.f_a, self.f_b = (Linear.named(weights, f"{self.at}f_{x}") for x in "ab")
+        self.g_a, self.g_b = (Linear.named(weights, f"{self.at}g_{x}") for x in "ab")
 
     @staticmethod
     def add_tensors(add: Add, of: SsmSpec, n_embd: int) -> None:
