@@ -52,6 +52,46 @@ def gguf(arch="llama", tensors=None, **change):
     return registry.spec_from_gguf(metadata(arch, **change), TENSORS | (tensors or {}))
 
 
+_LATENT = {
+    "attention__head_count_kv": 1,
+    "attention__key_length": 40,
+    "attention__value_length": 32,
+    "attention__key_length_mla": 24,
+    "attention__value_length_mla": 20,
+    "attention__kv_lora_rank": 32,
+    "rope__dimension_count": 8,
+    "leading_dense_block_count": 1,
+    "expert_count": 8,
+    "expert_used_count": 3,
+    "expert_feed_forward_length": 24,
+    "expert_shared_count": 2,
+}
+# Of small models by architecture, beside what `metadata` has.
+BASES = {
+    "llama": {},
+    "gemma2": dict(block_count=5, attention__key_length=16),
+    "gemma3": dict(block_count=13, attention__key_length=16, attention__sliding_window=32),
+    "gpt-oss": dict(
+        block_count=3,
+        attention__sliding_window=32,
+        expert_count=4,
+        expert_used_count=2,
+        expert_feed_forward_length=48,
+    ),
+    "deepseek2": _LATENT,
+}
+_OWN_TENSORS = {
+    "gpt-oss": {f"blk.0.{x}.bias": Shaped((64,)) for x in ("attn_q", "attn_output")},
+    "deepseek2": {"blk.0.attn_k_b.weight": Shaped((4, 32, 16))},
+}
+
+
+def like(arch, tensors=None, **change):
+    """A spec from the GGUF of a small model with changes."""
+    tensors = _OWN_TENSORS.get(arch, {}) | (tensors or {})
+    return gguf(arch, tensors, **(BASES[arch] | change))
+
+
 def numbered_kinds(of):
     """The kinds of a spec's layers, numbered in the order in which they come."""
     decoder = Decoder(of, weight_shapes(of, "f32"))

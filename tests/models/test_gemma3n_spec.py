@@ -5,7 +5,7 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from headers import GOLDEN, hf, numbered_kinds, refused
+from headers import GOLDEN, hf, numbered_kinds
 
 from kvrt_models.families.shared import registry
 from kvrt_models.layers import tensors
@@ -79,20 +79,3 @@ def test_tensors_are_called_as_in_the_file():
     }
     assert set(called) <= set(tensors.tensors_of(found))
     assert tensors.weight_parts(found)["blk.5.attn_qkv.weight"] == ("blk.5.attn_q.weight",)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (dict(model_type="gemma3n"), "model type 'gemma3n' of config.json has parts for pictures"),
-        (dict(intermediate_size=[24] * 5), "a list of 5, a list of 6 whole numbers"),
-        (dict(altup_active_idx=3), "'altup_active_idx' is 3"),
-        (dict(altup_num_inputs=0), "'altup_num_inputs' is 0"),
-        (dict(activation_sparsity_pattern=[0.5]), "a list of 6 shares is wanted"),
-        (dict(activation_sparsity_pattern=[1.0] * 6), "are numbers from 0 to below 1"),
-        (dict(hidden_activation="relu"), "'hidden_activation' is 'relu', which is not supported"),
-        (dict(num_kv_shared_layers=5), "layers of kind full_attention from layer 1 on, which read"),
-    ],
-)
-def test_a_config_json_is_refused_in_one_line(change, words):
-    refused(words, lambda: hf(NAME, **change))

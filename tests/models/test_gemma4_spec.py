@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from headers import GOLDEN, hf, numbered_kinds, refused
+from headers import GOLDEN, hf, numbered_kinds
 
 from kvrt import CacheConfig, Runtime
 from kvrt_models.layers import tensors
@@ -51,27 +51,6 @@ def test_sizes_of_full_layers_in_both_forms():
     rope = full.rope
     assert (rope.n_rot, rope.freq_factors[:2], len(rope.freq_factors)) == (16, (1.0, 1.0), 8)
     assert set(rope.freq_factors[2:]) == {1e30}
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (dict(enable_moe_block=True), "'num_experts'"),
-        (dict(model_type="gemma4"), "model type 'gemma4' of config.json has parts for pictures"),
-        (dict(use_bidirectional_attention="all"), "'use_bidirectional_attention' is 'all', which"),
-        (dict(hidden_activation="relu"), "'hidden_activation' is 'relu', which is not supported"),
-        (dict(num_kv_shared_layers=5), "layers of kind full_attention from layer 1 on, which read"),
-        (dict(vocab_size_per_layer_input=99), "names 256 tokens and inputs of layers for 99"),
-        (dict(num_key_value_heads=3), "names 4 heads and 3 kv heads"),
-        (dict(per_layer_config={"2": {"head_dim": 8}, "5": {"head_dim": 4}}), "'per_layer_config'"),
-        (
-            dict(rope_parameters=dict(full_attention=dict(rope_type="yarn"))),
-            "RoPE scaling 'yarn' of gemma4_text",
-        ),
-    ],
-)
-def test_a_config_json_is_refused_in_one_line(change, words):
-    refused(words, lambda: hf(SHARED, **change))
 
 
 def test_experts_lie_beside_the_dense_network():

@@ -67,24 +67,6 @@ def test_a_file_as_published_counts_layers_from_one():
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"linear_conv_kernel_dim": 1}, "'short_conv_kernel_size' is 1, a whole number from 2"),
-        ({"mla_use_nope": False}, "'mla_use_nope' is False, which is not supported; only True"),
-        ({"tie_word_embeddings": True}, "'tie_word_embeddings' is True"),
-        ({"moe_router_activation_func": "softmax"}, "'moe_router_activation_func' is 'softmax'"),
-        ({"num_nextn_predict_layers": 1}, "'num_nextn_predict_layers' is 1"),
-        ({"layer_types": ["sliding"] * 3}, "'layer_types' with 'sliding' is not supported"),
-        ({"mlp_layer_types": ["dense"]}, "'mlp_layer_types' is a list of 1, a list of 3 names"),
-        ({"num_expert_group": 3}, "names 4 experts in 3 groups"),
-        ({"hidden_act": "gelu"}, "'hidden_act' is 'gelu'"),
-    ],
-)
-def test_a_config_json_is_refused_in_one_line(change, words):
-    refused(words, lambda: hf(NAME, **change))
-
-
-@pytest.mark.parametrize(
     "lists",
     [
         {"full_attn_layers": [2], "kda_layers": [1]},

@@ -3,8 +3,7 @@
 import json
 
 import numpy as np
-import pytest
-from headers import GOLDEN, hf, refused
+from headers import GOLDEN, hf
 
 from kvrt import RecurrentSpec
 from kvrt_models.hf.safetensors import open_hf_folder, read_folder_tensor
@@ -38,28 +37,6 @@ def test_experts_are_where_a_period_and_a_list_put_them():
     assert {"blk.0.ffn_gate_inp_shexp.weight", "blk.1.ffn_up.weight"} <= set(names)
     called = tensors.tensors_of(found)["blk.0.ffn_gate_inp.weight"].hf
     assert called == ["model.layers.0.mlp.gate.weight"]
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (dict(linear_num_key_heads=3), "names 4 heads of the gated delta rule to be shared by 3"),
-        (dict(linear_conv_kernel_dim=1), "'linear_conv_kernel_dim' is 1, a whole number from 2"),
-        (dict(linear_key_head_dim=0), "'linear_key_head_dim' is 0"),
-        (dict(layer_types=["full_attention"]), "'layer_types' is a list of 1, a list of 3 names"),
-        (
-            dict(layer_types=["sliding"] * 3),
-            "'layer_types' with 'sliding' is not supported in qwen3",
-        ),
-        (dict(mlp_only_layers="1"), "'mlp_only_layers' is '1', a list of layers below 3"),
-        (dict(num_experts=4, num_experts_per_tok=5), "'num_experts_per_tok' is 5"),
-        (dict(hidden_act="gelu"), "'hidden_act' is 'gelu', which is not supported"),
-        (dict(rope_parameters=dict(rope_type="yarn")), "RoPE scaling 'yarn' of qwen3_next"),
-        (dict(quantization_config=dict(quant_method="fp8")), "weights quantized by 'fp8'"),
-    ],
-)
-def test_a_config_json_is_refused_in_one_line(change, words):
-    refused(words, lambda: hf(NAME, **change))
 
 
 def test_projections_are_in_the_order_of_the_convolution():
