@@ -1,11 +1,16 @@
 """Every family and RoPE rule against Hugging Face transformers; see tests/golden/hf/README.md."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf.constants import MODEL_ARCH_NAMES
+from gguf.tensor_mapping import get_tensor_name_map
 
 from kvrt import CacheConfig, Runtime
+from kvrt_models.families.shared.registry import spec_from_config
+from kvrt_models.layers.tensors import tensors_of
 from kvrt_models.load import load
 from tests.marks import full, slow
 
@@ -55,6 +60,30 @@ def test_no_family_is_missing():
     families |= {"kimi-linear", "kimi-linear-dense"}
     families |= {"gemma4-experts", "gemma3n", "gemma3n-second"}
     assert names >= rules | families
+
+
+# What llama.cpp calls the families of folders, where not as in `general.architecture` of ours.
+GGUF_ARCHS = {
+    **{"mistral": "llama", "gemma3_text": "gemma3", "gemma3n_text": "gemma3n"},
+    **{"gemma4_text": "gemma4", "gpt_oss": "gpt-oss", "llama4_text": "llama4"},
+    **{"deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "deepseek_v32": "deepseek2"},
+    **{"bamba": "granitehybrid", "qwen3_next": "qwen3next", "kimi_linear": "kimi-linear"},
+}
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_names_of_tensors_are_those_of_the_gguf_package(folder):
+    of = spec_from_config(json.loads((folder / "config.json").read_text()))
+    arch = GGUF_ARCHS.get(of.arch, of.arch)
+    known = next(x for x, name in MODEL_ARCH_NAMES.items() if name == arch)
+    names = get_tensor_name_map(known, of.n_layers)
+    n_found = 0
+    for row in tensors_of(of).values():
+        # Not what several tensors make up here, or several are made of.
+        found = row.make is None and names.get_name(row.hf[0], try_suffixes=(".weight", ".bias"))
+        n_found += bool(found)
+        assert not found or row.gguf in (found, f"{found}.weight")
+    assert n_found > 15
 
 
 @pytest.mark.parametrize(("folder", "case", "rope"), CASES, ids=lambda x: getattr(x, "name", x))

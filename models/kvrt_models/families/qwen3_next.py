@@ -76,5 +76,6 @@ FAMILIES = (
         },
         qk_norm=True,
         norms_less_one=True,
+        gguf_names={"ffn_norm": "post_attention_norm"},
     ),
 )
