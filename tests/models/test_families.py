@@ -83,7 +83,7 @@ def test_names_of_tensors_are_those_of_the_gguf_package(folder):
         found = row.make is None and names.get_name(row.hf[0], try_suffixes=(".weight", ".bias"))
         n_found += bool(found)
         assert not found or row.gguf in (found, f"{found}.weight")
-    assert n_found > 15
+    assert n_found > 10
 
 
 @pytest.mark.parametrize(("folder", "case", "rope"), CASES, ids=lambda x: getattr(x, "name", x))
