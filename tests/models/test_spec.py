@@ -331,13 +331,15 @@ def renamed(tmp_path, before, after):
     [("model.", ""), ("", "language_model."), ("model.", "model.language_model.")],
 )
 def test_a_part_of_a_model_is_read_by_its_names(tmp_path, before, after):
-    file, found, names = load._folder_spec(renamed(tmp_path, before, after))
+    path = renamed(tmp_path, before, after)
+    _, source, _ = load._folder(path)
+    found, names = source.spec, source.called
     assert names["token_embd.weight"] == [f"{after}{'' if before else 'model.'}embed_tokens.weight"]
-    assert found == hf() and {x for parts in names.values() for x in parts} <= set(file.tensors)
-    more = file.path / "model.safetensors"
+    assert found == hf() and {x for parts in names.values() for x in parts} <= set(source.stored)
+    more = path / "model.safetensors"
     layer = names["blk.0.attn_norm.weight"][0].replace("input_layernorm", "third_norm")
     save_file(load_file(more) | {layer: np.ones(32, np.float32)}, more)
-    refused(f"the first '{layer}'", lambda: load.describe_model(file.path))
+    refused(f"the first '{layer}'", lambda: load.describe_model(path))
 
 
 def test_a_folder_of_other_names_is_told_with_them(tmp_path):
