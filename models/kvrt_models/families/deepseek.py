@@ -9,6 +9,7 @@ from typing import Any
 from kvrt.config import Indexed, RopeSpec
 from kvrt.errors import UnsupportedModel
 from kvrt_models.families.shared.family import MAX_HEAD_DIM, Family, expert_groups, experts_of
+from kvrt_models.families.shared.kinds import sparse_layers
 from kvrt_models.families.shared.rope import ANY as RULES
 from kvrt_models.families.shared.rope import rope_kind, rope_of, rope_rules, yarn_magnitude
 from kvrt_models.header import Header
@@ -52,11 +53,12 @@ def _deepseek(keys: Header, n_layers: int, head_dim: int) -> dict[str, Any]:
         rope=rope_of(keys, latent.n_rope, layout="norm" if interleaved else "neox"),
         latent_rank=latent.rank,
     )
-    first, kinds = keys.whole("first_k_dense_replace", least=0), [kind]
+    kinds = [kind]
     if keys.arch == _INDEXED:
-        first, indexer = _n_dense(keys, n_layers, first), _indexer(keys, latent)
+        keys.kinds("layer_types", [_INDEXED_LAYER] * n_layers, _INDEXED_LAYER)
+        indexer = _indexer(keys, latent)
         latent, kinds = dataclasses.replace(latent, indexer=indexer), _index_keys(kind, indexer)
-    layers = () if keys.is_null("num_experts") else range(first, n_layers)
+    layers = () if keys.is_null("num_experts") else sparse_layers(keys, n_layers)
     return dict(
         **latent_fields(latent, kinds, _scale(keys, latent)), experts=_experts(keys, layers)
     )
@@ -100,13 +102,8 @@ def _indexer(keys: Header, latent: Latent) -> Indexer:
     """What chooses the tokens that queries read; its own queries come from the narrow latent.
 
     Raises:
-      UnsupportedModel: layers differ, or index keys have no channel that RoPE leaves alone.
+      UnsupportedModel: index keys have no channel that RoPE leaves alone.
     """
-    kinds = keys.values.get("layer_types") or []
-    if not isinstance(kinds, list) or any(kind != _INDEXED_LAYER for kind in kinds):
-        raise UnsupportedModel(
-            f"{_INDEXED} with layer_types other than {_INDEXED_LAYER!r} throughout is not supported"
-        )
     most = MAX_HEAD_DIM
     head_dim = keys.whole("index_head_dim", 128, most=most)
     if head_dim <= latent.n_rope or not latent.q_rank:
@@ -120,22 +117,6 @@ def _indexer(keys: Header, latent: Latent) -> Indexer:
         head_dim=head_dim,
         n_cells=keys.whole("index_topk", 2048),
     )
-
-
-def _n_dense(keys: Header, n_layers: int, first: int) -> int:
-    """Layers before those with experts, which a list says where there is one.
-
-    Raises:
-      UnsupportedModel: layers without experts stand among those with them.
-    """
-    kinds = keys.values.get("mlp_layer_types") or ["dense"] * min(first, n_layers)
-    n = kinds.count("dense") if isinstance(kinds, list) else 0
-    if keys.has("mlp_layer_types") and kinds != ["dense"] * n + ["sparse"] * (n_layers - n):
-        raise UnsupportedModel(
-            f"{_INDEXED} with mlp_layer_types other than 'dense' layers before 'sparse' ones, "
-            f"{n_layers} together, is not supported"
-        )
-    return n
 
 
 def _index_keys(kind: Layers, of: Indexer) -> list[Layers]:

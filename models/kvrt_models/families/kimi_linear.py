@@ -8,11 +8,10 @@ from typing import Any
 from kvrt.errors import BadModelFile
 from kvrt_models.families.deepseek import LATENT_USUAL, latent_fields, latent_of
 from kvrt_models.families.shared.family import Family, expert_groups, experts_of
-from kvrt_models.families.shared.kinds import FULL, LINEAR, of_kind
+from kvrt_models.families.shared.kinds import FULL, LINEAR, of_kind, sparse_layers
 from kvrt_models.header import REMEDY, Header
 from kvrt_models.spec import Experts, Layers, SsmSpec
 
-_DENSE, _SPARSE = "dense", "sparse"
 _MAX_SIZE = 1 << 20
 
 
@@ -54,9 +53,7 @@ def _attention_layers(keys: Header, n_layers: int) -> tuple[int, ...]:
 
 def _experts(keys: Header, n_layers: int) -> Experts | None:
     """Sigmoids with biases choose among the best groups."""
-    n_dense = keys.whole("first_k_dense_replace", least=0)
-    usual = [_DENSE if i < n_dense else _SPARSE for i in range(n_layers)]
-    layers = of_kind(keys.kinds("mlp_layer_types", usual, _DENSE, _SPARSE), _SPARSE)
+    layers = sparse_layers(keys, n_layers)
     if not layers:
         return None
     n_shared = keys.whole("n_shared_experts", least=0)

@@ -19,6 +19,13 @@ def periodic(period: int, n_layers: int, local: str = WINDOWED) -> list[str]:
     return [local if (i + 1) % period else FULL for i in range(n_layers)]
 
 
+def sparse_layers(keys: Header, n_layers: int) -> tuple[int, ...]:
+    """Layers with experts: as a list says, or all behind the first few."""
+    n_dense = keys.whole("first_k_dense_replace", least=0)
+    usual = ["dense" if i < n_dense else "sparse" for i in range(n_layers)]
+    return of_kind(keys.kinds("mlp_layer_types", usual, "dense", "sparse"), "sparse")
+
+
 def windows(
     keys: Header, n_layers: int, period: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
