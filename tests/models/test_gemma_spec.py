@@ -74,26 +74,11 @@ def test_what_gemma_adds_to_a_decoder():
     assert (plain.activation, plain.embed_scale, plain.post_norms) == ("silu", 1.0, False)
 
 
-def test_names_and_shapes_of_the_added_norms():
-    found = like("gemma3")
-    names = tensors.tensors_of(found)
-    added = {f"blk.12.{n}.weight" for n in ("post_attention_norm", "post_ffw_norm", "attn_q_norm")}
-    assert added <= set(names)
-    assert tensors.tensor_shape(found, "blk.3.post_ffw_norm.weight") == (64,)
-    hf_names = {
-        "ffn_norm": "pre_feedforward_layernorm",
-        "post_attention_norm": "post_attention_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    }
-    for name, called in hf_names.items():
-        wanted = f"model.layers.0.{called}.weight"
-        assert tensors.tensors_of(found)[f"blk.0.{name}.weight"].hf == [wanted]
-    llama = gguf()
-    plain = "model.layers.0.post_attention_layernorm.weight"
-    assert tensors.tensors_of(llama)["blk.0.ffn_norm.weight"].hf == [plain]
-    assert not any("post_" in name for name in tensors.tensors_of(llama))
-    norms = {name.split(".")[-2] for name in names if tensors.is_norm(name)}
-    assert norms == {*hf_names, "attn_norm", "attn_q_norm", "attn_k_norm", "output_norm"}
+def test_norms_are_known_by_their_names():
+    found = tensors.tensors_of(like("gemma3"))
+    norms = {name.split(".")[-2] for name in found if tensors.is_norm(name)}
+    of_layers = {"attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm"}
+    assert norms == {*of_layers, "attn_q_norm", "attn_k_norm", "output_norm"}
 
 
 def test_config_json_of_both_forms():
@@ -167,9 +152,3 @@ def test_a_cap_that_is_null_is_off_and_one_left_out_is_usual():
     assert ({g.soft_cap for g in usual.groups}, usual.logit_cap) == ({50.0}, 30.0)
     assert (usual.groups[0].head_dim, usual.groups[0].scale, usual.tied) == (256, 1 / 16, True)
     assert kinds(usual) == {4096: (0, 2), 0: (1,)}
-
-
-def test_gemma_2_has_no_norms_of_q_and_k():
-    names = tensors.tensors_of(hf("gemma2"))
-    assert {f"blk.2.{n}.weight" for n in ("post_attention_norm", "post_ffw_norm")} <= set(names)
-    assert not any("q_norm" in name for name in names)

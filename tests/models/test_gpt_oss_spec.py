@@ -57,26 +57,6 @@ def test_what_config_json_leaves_out_is_what_transformers_takes():
     assert not gpt_oss(attention_bias=False).out_bias
 
 
-def test_names_and_shapes_of_experts():
-    found = gpt_oss()
-    names = tensors.tensors_of(found)
-    wanted = {
-        "ffn_gate_inp.weight": ("mlp.router.weight", (5, 32)),
-        "ffn_gate_inp.bias": ("mlp.router.bias", (5,)),
-        "ffn_gate_exps.weight": ("mlp.experts.gate_up_proj", (5, 16, 32)),
-        "ffn_up_exps.bias": ("mlp.experts.gate_up_proj_bias", (5, 16)),
-        "ffn_down_exps.weight": ("mlp.experts.down_proj", (5, 32, 16)),
-        "ffn_down_exps.bias": ("mlp.experts.down_proj_bias", (5, 32)),
-        "attn_sinks.weight": ("self_attn.sinks", (4,)),
-    }
-    for name, (called, shape) in wanted.items():
-        assert f"blk.1.{name}" in names
-        assert tensors.tensors_of(found)[f"blk.1.{name}"].hf == [f"model.layers.1.{called}"]
-        assert tensors.tensor_shape(found, f"blk.1.{name}") == shape
-    assert not any("ffn_gate." in name or "ffn_down." in name for name in names)
-    assert not any("exps" in n or "sinks" in n for n in tensors.tensors_of(hf("llama")))
-
-
 def test_a_gguf_says_what_config_json_does():
     found = like("gpt-oss", rope__freq_base=15e4)
     assert kinds(found) == {32: (0, 2), 0: (1,)} and found.attn_sinks

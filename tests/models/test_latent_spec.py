@@ -105,26 +105,6 @@ def test_a_guessed_number_of_experts_is_told():
     assert line.startswith("config.json has no 'num_experts_per_tok'; 6 are taken")
 
 
-def test_names_and_shapes_of_tensors():
-    found = v3()
-    wanted = {
-        "blk.0.attn_q_a.weight": ("self_attn.q_a_proj.weight", (12, 32)),
-        "blk.0.attn_q_b.weight": ("self_attn.q_b_proj.weight", (64, 12)),
-        "blk.0.attn_kv_a_mqa.weight": ("self_attn.kv_a_proj_with_mqa.weight", (24, 32)),
-        "blk.0.attn_k_b.weight": ("self_attn.kv_b_proj.weight", (4, 20, 12)),
-        "blk.0.attn_v_b.weight": ("self_attn.kv_b_proj.weight", (4, 8, 20)),
-        "blk.0.attn_output.weight": ("self_attn.o_proj.weight", (32, 32)),
-        "blk.1.exp_probs_b.bias": ("mlp.gate.e_score_correction_bias", (8,)),
-        "blk.1.ffn_up_shexp.weight": ("mlp.shared_experts.up_proj.weight", (12, 32)),
-    }
-    names = tensors.tensors_of(found)
-    for name, (called, shape) in wanted.items():
-        assert name in names and tensors.tensor_shape(found, name) == shape
-        assert tensors.tensors_of(found)[name].hf == [f"model.layers.{name.split('.')[1]}.{called}"]
-    assert "blk.0.attn_q.weight" not in names and "blk.0.attn_k.weight" not in names
-    assert "blk.0.attn_q.weight" in tensors.tensors_of(v2())
-
-
 def routed(of, scores, bias):
     """Experts of one token and their weights, step by step."""
     chance = (

@@ -12,7 +12,6 @@ from safetensors.numpy import load_file, save_file
 
 from kvrt.config import QueryTemperature
 from kvrt_models import load
-from kvrt_models.layers import tensors
 
 CHUNKED, FAR = "chunked_attention", "full_attention"
 
@@ -69,22 +68,6 @@ def test_temperature_is_off_where_the_file_says_so():
         assert llama4(attn_temperature_tuning=off).groups[1].temperature is None
     for on in (True, 4, None):
         assert llama4(attn_temperature_tuning=on).groups[1].temperature is not None
-
-
-def test_names_of_dense_and_of_shared_networks():
-    found = llama4()
-    wanted = {
-        "blk.0.ffn_up.weight": ("feed_forward.up_proj.weight", (20, 16)),
-        "blk.1.ffn_gate_inp.weight": ("feed_forward.router.weight", (4, 16)),
-        "blk.1.ffn_up_exps.weight": ("feed_forward.experts.gate_up_proj", (4, 12, 16)),
-        "blk.1.ffn_down_exps.weight": ("feed_forward.experts.down_proj", (4, 16, 12)),
-        "blk.3.ffn_down_shexp.weight": ("feed_forward.shared_expert.down_proj.weight", (16, 12)),
-    }
-    names = tensors.tensors_of(found)
-    for name, (called, shape) in wanted.items():
-        assert name in names and tensors.tensor_shape(found, name) == shape
-        assert tensors.tensors_of(found)[name].hf == [f"model.layers.{name.split('.')[1]}.{called}"]
-    assert not {"blk.1.ffn_up.weight", "blk.0.ffn_up_exps.weight"} & set(names)
 
 
 def wrapped(tmp_path, rename=lambda name: name, **outer):
