@@ -85,14 +85,13 @@ def gemma3_ropes(keys: Header, head_dim: int) -> tuple[RopeSpec, RopeSpec]:
         raise UnsupportedModel(
             f"'rope_parameters' with {brief(unknown[0])} is not supported; only {WINDOWED}, {FULL}"
         )
-    own = rules.inner(WINDOWED)
-    full = Header({**rules.inner(FULL).values, **keys.inner("rope_scaling").values})
-    own_base = own.number("rope_theta", keys.number("rope_local_base_freq", 1e4))
-    full_base = full.number("rope_theta", keys.number("rope_theta", 1e6))
-    return (
-        read_rope(keys, own, head_dim, base=own_base, known=_STRETCHES),
-        read_rope(keys, full, head_dim, base=full_base, known=_STRETCHES),
+    full = {**rules.inner(FULL).values, **keys.inner("rope_scaling").values}
+    bases = keys.number("rope_local_base_freq", 1e4), keys.number("rope_theta", 1e6)
+    near, far = (
+        read_rope(keys, Header(found, usual={"rope_theta": base}), head_dim, known=_STRETCHES)
+        for found, base in zip((rules.inner(WINDOWED).values, full), bases, strict=True)
     )
+    return near, far
 
 
 FAMILIES = (

@@ -53,8 +53,7 @@ def rope_of(
     rules = rope_rules(keys)
     if any(isinstance(value, Mapping) for value in rules.values.values()):
         raise UnsupportedModel("RoPE that differs by kind of layer is not supported; only one rule")
-    base = rules.number("rope_theta", keys.number("rope_theta", 10000.0))
-    return read_rope(keys, rules, head_dim, base=base, known=known, part=part, layout=layout)
+    return read_rope(keys, rules, head_dim, known=known, part=part, layout=layout)
 
 
 def rope_rules(keys: Header) -> Header:
@@ -78,9 +77,15 @@ def rope_kind(rules: Header, arch: str, known: tuple[str, ...]) -> str:
 
 
 def read_rope(
-    keys: Header, rules: Header, head_dim: int, *, base: float, known: tuple[str, ...], **rest: Any
+    keys: Header,
+    rules: Header,
+    head_dim: int,
+    *,
+    known: tuple[str, ...],
+    part: float | None = None,
+    layout: Layout = "neox",
 ) -> RopeSpec:
-    """RoPE as transformers reads it from one set of rules; the rest is as for `rope_of`.
+    """RoPE as transformers reads it from one set of rules; see `rope_of`.
 
     Raises:
       UnsupportedModel: a scaling that is not known.
@@ -88,7 +93,7 @@ def read_rope(
     """
     scaling = _SCALINGS[rope_kind(rules, keys.arch, known)]
     rules.only("mrope_section")
-    part, layout = rest.get("part"), rest.get("layout", "neox")
+    base = rules.number("rope_theta", keys.number("rope_theta", 10000.0))
     if part is not None:
         part = rules.number("partial_rotary_factor", keys.number("partial_rotary_factor", part))
         return make_rope(n_rot=int(head_dim * part), base=base, layout=layout)
