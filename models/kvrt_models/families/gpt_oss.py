@@ -53,12 +53,7 @@ FAMILIES = (
             "attention_bias": True,
         },
         moe=True,
-        names={
-            "ffn_gate_inp": "mlp.router",
-            "ffn_gate_exps": "mlp.experts.gate_up_proj",
-            "ffn_up_exps": "mlp.experts.gate_up_proj",
-            "ffn_down_exps": "mlp.experts.down_proj",
-        },
+        names={"ffn_gate_inp": "mlp.router"},
         gguf_names={"ffn_norm": "post_attention_norm"},
         gate_up="interleaved",
     ),

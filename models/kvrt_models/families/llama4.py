@@ -85,12 +85,7 @@ FAMILIES = (
         keys={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
         usual={"head_dim": 128, "rope_theta": 500000.0, "rms_norm_eps": 1e-5},
         mlp="feed_forward",
-        names={
-            "ffn_gate_inp": "feed_forward.router",
-            "ffn_gate_exps": "feed_forward.experts.gate_up_proj",
-            "ffn_up_exps": "feed_forward.experts.gate_up_proj",
-            "ffn_down_exps": "feed_forward.experts.down_proj",
-        },
+        names={"ffn_gate_inp": "feed_forward.router"},
         gate_up="halves",
     ),
 )

@@ -91,11 +91,12 @@ class Mixture(nnx.Module, pytree=False):
         n, mlp = of.n_experts, layer.family.mlp
         layer.add("ffn_gate_inp", f"{mlp}.gate", n, n_embd, bias=of.bias)
         joint = layer.family.gate_up is not None
+        names = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
         for x in ("gate", "up", "down"):
             sizes = (n_embd, of.n_ff) if x == "down" else (of.n_ff, n_embd)
             layer.add(
                 f"ffn_{x}_exps",
-                f"{mlp}.experts.{{}}.{x}_proj",
+                f"{mlp}.experts.{names[x]}" if joint else f"{mlp}.experts.{{}}.{x}_proj",
                 n,
                 *sizes,
                 ends=(".weight", "" if joint else ".weight"),

@@ -60,7 +60,7 @@ class Family:
       usual: values in place of keys that a config.json lacks.
       gguf_usual: likewise of a GGUF.
       heads: what attention keeps: keys and values of heads, a latent, or nothing.
-      bias: projections of a folder that may have biases, by `attention_bias`; "qkv" always.
+      bias: projections of a folder that `attention_bias` gives biases; "qkv" always have them.
       mlp_bias: the feed-forward layers of a folder may have biases.
       kv_heads_as_heads: a config.json without kv heads has as many as heads.
       hybrid: layers of a GGUF may have no attention.
@@ -75,8 +75,8 @@ class Family:
       gguf_names: what a GGUF calls tensors of a layer, where the decoder has another name.
       gate_up: how a folder's tensor of all experts holds gate and up: channels in turn, one half
         behind the other, or as rows. None where each expert has its own tensors.
-      text_part: model type of the text model, in `text_config`.
-      pictures: model type of its text model, which alone is read; the whole is refused.
+      text_part: model type of a folder whose `text_config` is read, and nothing else of it.
+      pictures: model type of a folder that is refused, for it has more than this text model.
       notes: lines about a folder for people, from its header and the spec.
     """
 
