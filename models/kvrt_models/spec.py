@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
-from kvrt.config import GroupSpec, Indexed, MaskSpec, QueryTemperature, RecurrentSpec, RopeSpec
+from kvrt.config import GroupSpec, MaskSpec, RecurrentSpec
 from kvrt.errors import BadConfig, BadModelFile
 from kvrt_models.header import REMEDY
 
@@ -361,56 +361,32 @@ class DecoderSpec:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layers:
-    """Layers of one kind, before the sizes that all kinds share.
+class Layers(GroupSpec):
+    """A group of layers before the sizes that all kinds share, and before it is checked.
 
     Attributes:
-      ids: indices of the layers, ascending.
-      rope: rotation; None for layers without positions.
+      n_kv_heads: where they differ from other layers', or 0; likewise `head_dim`.
       window: tokens that a query sees, its own included; 0 for all before it.
       chunk: tokens of a chunk, of which a query sees its own; 0 for all before it.
-      soft_cap: scores become cap * tanh(score / cap); None is off.
-      temperature: how queries grow with their position; None is not at all.
-      latent_rank: as in `GroupSpec`.
-      kv_of: as in `GroupSpec`.
-      n_kv_heads: where they differ from other layers', or 0.
-      head_dim: likewise.
-      indexed: as in `GroupSpec`.
-      scale: likewise, where layers of other kinds have another; None is that of all.
     """
 
-    ids: tuple[int, ...]
-    rope: RopeSpec | None
-    window: int = 0
-    chunk: int = 0
-    soft_cap: float | None = None
-    temperature: QueryTemperature | None = None
-    latent_rank: int = 0
-    kv_of: tuple[tuple[int, int], ...] = ()
     n_kv_heads: int = 0
     head_dim: int = 0
-    indexed: Indexed | None = None
-    scale: float | None = None
+    window: int = 0
+    chunk: int = 0
 
-    @property
-    def mask(self) -> MaskSpec:
-        """What the layers see; one that has both a window and chunks is our own mistake."""
+    def __post_init__(self) -> None:
+        """Leaves checks to the group; a window and chunks in one are our own mistake."""
         assert not (self.window and self.chunk)
-        size = self.window or self.chunk
-        return (
-            MaskSpec(kind="window" if self.window else "chunked", size=size) if size else MaskSpec()
-        )
 
     def group(self, head_dim: int, scale: float | None) -> GroupSpec:
         """The layers with sizes; raises BadConfig where these are impossible."""
-        same = ("n_kv_heads", "rope", "soft_cap", "temperature", "latent_rank", "kv_of", "indexed")
-        return GroupSpec(
-            layers=self.ids,
-            head_dim=self.head_dim or head_dim,
-            mask=self.mask,
-            scale=scale if self.scale is None else self.scale,
-            **{name: getattr(self, name) for name in same},
-        )
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(GroupSpec)}
+        if size := self.window or self.chunk:
+            fields["mask"] = MaskSpec(kind="window" if self.window else "chunked", size=size)
+        fields["head_dim"] = self.head_dim or head_dim
+        fields["scale"] = scale if self.scale is None else self.scale
+        return GroupSpec(**fields)
 
 
 def build(
@@ -435,7 +411,7 @@ def build(
     """
     heads, kv_heads = _of_layer(rest["n_heads"]), _of_layer(n_kv_heads)
     kinds = [kind for each in layers for kind in _by_kv_heads(each, kv_heads)]
-    for n, n_kv in {(heads(i), kind.n_kv_heads) for kind in kinds for i in kind.ids}:
+    for n, n_kv in {(heads(i), kind.n_kv_heads) for kind in kinds for i in kind.layers}:
         if n % n_kv or not n:
             raise BadModelFile(
                 f"the model's header names {n} heads and {n_kv} kv heads; heads must be a "
@@ -460,12 +436,14 @@ def _of_layer(sizes: int | Sequence[int]) -> Callable[[int], int]:
 def _by_kv_heads(kind: Layers, kv_heads: Callable[[int], int]) -> list[Layers]:
     """A kind of layers divided by the kv heads that they have."""
     if kind.n_kv_heads:
-        return [kind] if kind.ids else []
-    numbers = dict.fromkeys(map(kv_heads, kind.ids))
+        return [kind] if kind.layers else []
+    numbers = dict.fromkeys(map(kv_heads, kind.layers))
     if len(numbers) > 1:
         assert not kind.kv_of and kind.indexed is None
     return [
-        dataclasses.replace(kind, ids=tuple(i for i in kind.ids if kv_heads(i) == n), n_kv_heads=n)
+        dataclasses.replace(
+            kind, layers=tuple(i for i in kind.layers if kv_heads(i) == n), n_kv_heads=n
+        )
         for n in numbers
     ]
 

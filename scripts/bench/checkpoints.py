@@ -38,7 +38,7 @@ def hybrid() -> Decoder:
     )
     of = spec.build(
         arch="granitehybrid",
-        layers=[Layers(ids=attention, rope=None)],
+        layers=[Layers(layers=attention, rope=None)],
         n_vocab=100_352,
         n_embd=768,
         n_ff=2048,

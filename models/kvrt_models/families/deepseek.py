@@ -49,7 +49,7 @@ def _deepseek(keys: Header, n_layers: int, head_dim: int) -> dict[str, Any]:
     latent = latent_of(keys, 0 if null else keys.whole("q_lora_rank", 1536))
     interleaved = keys.arch in (_V2, _INDEXED) or keys.flag("rope_interleave", True)
     kind = Layers(
-        ids=tuple(range(n_layers)),
+        layers=tuple(range(n_layers)),
         rope=rope_of(keys, latent.n_rope, layout="norm" if interleaved else "neox"),
         latent_rank=latent.rank,
     )
@@ -122,9 +122,9 @@ def _indexer(keys: Header, latent: Latent) -> Indexer:
 def _index_keys(kind: Layers, of: Indexer) -> list[Layers]:
     """Layers of latent attention, and behind them what keeps their index keys."""
     assert kind.rope is not None
-    keys_of = tuple((i, len(kind.ids) + i) for i in kind.ids)
+    keys_of = tuple((i, len(kind.layers) + i) for i in kind.layers)
     index_keys = Layers(
-        ids=tuple(i for _, i in keys_of),
+        layers=tuple(i for _, i in keys_of),
         # Halves of a head are paired here, whatever the latents' keys have.
         rope=dataclasses.replace(kind.rope, layout="neox"),
         latent_rank=of.head_dim - kind.rope.n_rot,
@@ -163,7 +163,7 @@ def _of_gguf(keys: Header, n_layers: int) -> dict[str, Any]:
     growth = keys.number(_GROWTH, 0.0, zero=True) / 0.1
     if growth:  # of the scores, by the square
         rope = dataclasses.replace(rope, magnitude=keys.number("rope.scaling.attn_factor", 1.0))
-    kind = Layers(ids=tuple(range(n_layers)), rope=rope, latent_rank=rank)
+    kind = Layers(layers=tuple(range(n_layers)), rope=rope, latent_rank=rank)
     return dict(
         **latent_fields(latent, [kind], _gguf_scale(rope, head, growth)),
         experts=_gguf_experts(keys, n_layers),

@@ -29,8 +29,8 @@ def _gemma2(keys: Header, n_layers: int, head_dim: int) -> dict[str, Any]:
     windowed, full, window = windows(keys, n_layers, 2)
     return dict(
         layers=[
-            Layers(ids=windowed, rope=near_rope(keys, rope), window=window, soft_cap=caps[0]),
-            Layers(ids=full, rope=rope, soft_cap=caps[0]),
+            Layers(layers=windowed, rope=near_rope(keys, rope), window=window, soft_cap=caps[0]),
+            Layers(layers=full, rope=rope, soft_cap=caps[0]),
         ],
         **_shared(keys, n_layers, caps[1]),
     )
@@ -52,7 +52,7 @@ def _gemma3(keys: Header, n_layers: int, head_dim: int) -> dict[str, Any]:
         near = dataclasses.replace(far, base=base, scaling="none", factor=1.0)
     windowed, full, window = windows(keys, n_layers, period)
     return dict(
-        layers=[Layers(ids=windowed, rope=near, window=window), Layers(ids=full, rope=far)],
+        layers=[Layers(layers=windowed, rope=near, window=window), Layers(layers=full, rope=far)],
         **_shared(keys, n_layers, keys.number("final_logit_softcapping", 0.0, zero=True)),
     )
 

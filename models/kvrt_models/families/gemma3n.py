@@ -30,8 +30,8 @@ def _gemma3n(keys: Header, n_layers: int, head_dim: int) -> dict[str, Any]:
     near, far = gemma3_ropes(keys, head_dim)
     return dict(
         layers=[
-            Layers(ids=windowed[0], kv_of=windowed[1], rope=near, window=window),
-            Layers(ids=full[0], kv_of=full[1], rope=far),
+            Layers(layers=windowed[0], kv_of=windowed[1], rope=near, window=window),
+            Layers(layers=full[0], kv_of=full[1], rope=far),
         ],
         scale=1.0,
         unit_v_norm=True,

@@ -40,13 +40,13 @@ def _gemma4(keys: Header, n_layers: int, head_dim: int) -> dict[str, Any]:
     return dict(
         layers=[
             Layers(
-                ids=windowed[0],
+                layers=windowed[0],
                 kv_of=windowed[1],
                 rope=_near_rope(ropes.inner(WINDOWED), head_dim, keys.arch),
                 window=window,
             ),
             Layers(
-                ids=full[0],
+                layers=full[0],
                 kv_of=full[1],
                 rope=_far_rope(ropes.inner(FULL), wide, keys.arch),
                 head_dim=wide,

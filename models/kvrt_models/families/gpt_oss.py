@@ -28,8 +28,8 @@ def _gpt_oss(keys: Header, n_layers: int, head_dim: int) -> dict[str, Any]:
     windowed, full, window = windows(keys, n_layers, 2)
     return dict(
         layers=[
-            Layers(ids=windowed, rope=near_rope(keys, rope), window=window),
-            Layers(ids=full, rope=rope),
+            Layers(layers=windowed, rope=near_rope(keys, rope), window=window),
+            Layers(layers=full, rope=rope),
         ],
         attn_sinks=True,
         activation=Clamped(

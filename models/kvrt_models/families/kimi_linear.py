@@ -23,7 +23,7 @@ def _kimi_linear(keys: Header, n_layers: int, head_dim: int) -> dict[str, Any]:
     keys.only("moe_layer_freq", 1)
     latent = latent_of(keys, keys.whole("q_lora_rank", 0, least=0, most=_MAX_SIZE))
     attention = _attention_layers(keys, n_layers)
-    kind = Layers(ids=attention, rope=None, latent_rank=latent.rank)
+    kind = Layers(layers=attention, rope=None, latent_rank=latent.rank)
     others = tuple(i for i in range(n_layers) if i not in attention)
     return dict(
         **latent_fields(latent, [kind], (latent.n_nope + latent.n_rope) ** -0.5),

@@ -15,11 +15,11 @@ def _llama(keys: Header, n_layers: int, head_dim: int) -> dict[str, Any]:
     ids = tuple(range(n_layers))
     rope, window = rope_of(keys, head_dim, gguf_layout="norm"), 0
     if keys.tensors is None:
-        return dict(layers=[Layers(ids=ids, rope=rope)])
+        return dict(layers=[Layers(layers=ids, rope=rope)])
     window = keys.whole("sliding_window", 0, least=0)
     with_experts = keys.whole("num_experts", 0, least=0, most=MAX_EXPERTS) > 0
     return dict(
-        layers=[Layers(ids=ids, rope=rope, window=window)],
+        layers=[Layers(layers=ids, rope=rope, window=window)],
         experts=experts_of(keys, ids if with_experts else (), "softmax"),
     )
 
@@ -29,7 +29,7 @@ def _mistral(keys: Header, n_layers: int, head_dim: int) -> dict[str, Any]:
     window = 0 if keys.is_null("sliding_window") else keys.whole("sliding_window", 4096)
     _check_kinds(keys, WINDOWED if window else FULL)
     rope = rope_of(keys, head_dim)
-    return dict(layers=[Layers(ids=tuple(range(n_layers)), rope=rope, window=window)])
+    return dict(layers=[Layers(layers=tuple(range(n_layers)), rope=rope, window=window)])
 
 
 def _qwen(keys: Header, n_layers: int, head_dim: int) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def _qwen(keys: Header, n_layers: int, head_dim: int) -> dict[str, Any]:
         _check_kinds(keys, FULL, kinds)
     else:
         keys.whole("sliding_window", 0, least=0)
-    return dict(layers=[Layers(ids=tuple(range(n_layers)), rope=rope_of(keys, head_dim))])
+    return dict(layers=[Layers(layers=tuple(range(n_layers)), rope=rope_of(keys, head_dim))])
 
 
 def _check_kinds(keys: Header, usual: str, kinds: list[str] | None = None) -> None:

@@ -30,7 +30,7 @@ def _llama4(keys: Header, n_layers: int, head_dim: int) -> dict[str, Any]:
     return dict(
         layers=[
             Layers(
-                ids=tuple(
+                layers=tuple(
                     i for i in range(n_layers) if (rotated[i], kinds[i]) == (with_rope, kind)
                 ),
                 rope=rope if with_rope else None,

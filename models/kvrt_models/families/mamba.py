@@ -44,7 +44,7 @@ def _jamba(keys: Header, n_layers: int, head_dim: int) -> dict[str, Any]:
         experts = experts_of(keys, layers if mixed else (), "share")
     recurrent = [i for i in range(n_layers) if i not in attention]
     return dict(
-        layers=[Layers(ids=attention, rope=None)],
+        layers=[Layers(layers=attention, rope=None)],
         experts=experts,
         ssm=_ssm(keys, "mamba1", recurrent),
     )
@@ -67,7 +67,7 @@ def _bamba(keys: Header, n_layers: int, head_dim: int) -> dict[str, Any]:
         keys.only("partial_rotary_factor", _ROTARY)
     recurrent = [i for i in range(n_layers) if i not in attention]
     return dict(
-        layers=[Layers(ids=attention, rope=rope)], ssm=_ssm(keys, "mamba2", recurrent), **more
+        layers=[Layers(layers=attention, rope=rope)], ssm=_ssm(keys, "mamba2", recurrent), **more
     )
 
 

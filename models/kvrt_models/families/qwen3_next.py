@@ -21,7 +21,7 @@ def _qwen3_next(keys: Header, n_layers: int, head_dim: int) -> dict[str, Any]:
     mixed = keys.whole("num_experts", least=0, most=MAX_EXPERTS) > 0
     layers = [i for i in range(n_layers) if mixed and i not in dense and (i + 1) % period == 0]
     return dict(
-        layers=[Layers(ids=of_kind(kinds, FULL), rope=rope)],
+        layers=[Layers(layers=of_kind(kinds, FULL), rope=rope)],
         attn_gate=True,
         experts=_experts(keys, layers),
         ssm=_delta(keys, of_kind(kinds, LINEAR)),

@@ -40,11 +40,11 @@ def _yoco(keys: Header, n_layers: int, head_dim: int) -> dict[str, Any]:
         )
     rope = make_rope(n_rot=head_dim, base=_rope_base(keys, head_dim), layout="norm")
     first, readers = tuple(range(half)), tuple((i, half) for i in range(half + 1, n_layers + 1))
-    layers, ssm = [Layers(ids=(half,), kv_of=readers, rope=rope)], None
+    layers, ssm = [Layers(layers=(half,), kv_of=readers, rope=rope)], None
     if self_decoder == _RETENTION:
         ssm = _retention(keys, first, head_dim)
     else:
-        layers = [Layers(ids=first, rope=rope, window=keys.whole("sliding_window")), *layers]
+        layers = [Layers(layers=first, rope=rope, window=keys.whole("sliding_window")), *layers]
     return dict(
         layers=layers,
         ssm=ssm,
