@@ -184,8 +184,7 @@ _USUAL = {
     "mamba_d_conv": 4,
     "mamba_n_groups": 1,
 }
-_NAMES = {"ffn_norm": "pre_ff_layernorm"}
-_TOP_NAMES = {"output_norm": "model.final_layernorm"}
+_NAMES = {"ffn_norm": "pre_ff_layernorm", "output_norm": "final_layernorm"}
 FAMILIES = (
     Family(read=_mamba1, gguf="mamba", heads="none"),
     Family(read=_mamba2, gguf="mamba2", heads="none"),
@@ -200,7 +199,6 @@ FAMILIES = (
         moe=True,
         mlp="feed_forward",
         names={**_NAMES, "ffn_gate_inp": "feed_forward.router"},
-        top_names=_TOP_NAMES,
     ),
     Family(
         read=_bamba,
@@ -212,6 +210,5 @@ FAMILIES = (
         moe=True,
         mlp="feed_forward",
         names=_NAMES,
-        top_names=_TOP_NAMES,
     ),
 )

@@ -44,11 +44,11 @@ class Tensor:
 
 
 class Layer:
-    """Collects the tensors of a layer."""
+    """Collects the tensors of a layer, or those that belong to none."""
 
-    def __init__(self, family: Family, number: int, at: str):
-        """Takes the layer's number in the decoder and its place in a folder."""
-        self.family, self.number, self.at = family, number, at
+    def __init__(self, family: Family, at: tuple[str, str], number: int = -1):
+        """Takes the beginnings of its names in a GGUF and in a folder, and the layer's number."""
+        self.family, self.at, self.number = family, at, number
         self.rows: dict[str, Tensor] = {}
 
     def add(
@@ -72,10 +72,11 @@ class Layer:
         """
         called = self.family.names.get(kind, called)
         parts = (called,) if isinstance(called, str) else tuple(called)
-        gguf = f"blk.{self.number}.{self.family.gguf_names.get(kind, kind)}"
-        named = tuple(f"{self.at}{part}{ends[1]}" for part in parts)
-        row = Tensor(shape=shape, gguf=gguf + ends[0], called=named, **how)
-        self.rows[f"blk.{self.number}.{kind}{ends[0]}"] = row
+        gguf = f"{self.at[0]}{self.family.gguf_names.get(kind, kind)}{ends[0]}"
+        named = tuple(f"{self.at[1]}{part}{ends[1]}" for part in parts)
+        self.rows[f"{self.at[0]}{kind}{ends[0]}"] = Tensor(
+            shape=shape, gguf=gguf, called=named, **how
+        )
         if bias:
             end = "_bias" if not ends[1] else ".bias"
             self.add(kind, called, *shape[:-1], ends=(".bias", end), **how)

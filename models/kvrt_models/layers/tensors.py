@@ -7,7 +7,6 @@ three short ones, for a step of one token is bound by how the matrices are read.
 import functools
 from collections.abc import Callable
 
-from kvrt_models.families.shared.family import Family
 from kvrt_models.families.shared.registry import family_of
 from kvrt_models.layers.delta.net import GatedDeltaNet, KimiDelta
 from kvrt_models.layers.experts import Mixture
@@ -47,44 +46,31 @@ def tensors_of(of: DecoderSpec) -> dict[str, Tensor]:
         # A folder does not count layers that only make keys and values.
         place = i - sum(x < i for x in of.producers)
         is_producer = i in of.producers
-        layer = Layer(family, i, "model." if is_producer else f"model.layers.{place}.")
+        at = f"blk.{i}.", "model." if is_producer else f"model.layers.{place}."
+        layer = Layer(family, at, i)
         (_producer if is_producer else _block)(layer, of)
         rows |= layer.rows
-    return rows | _top(family, of)
-
-
-def _top(family: Family, of: DecoderSpec) -> dict[str, Tensor]:
-    """Tensors that belong to no layer."""
-    n, e = of.n_vocab, of.n_embd
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
-    if of.layer_inputs:
-        width, n_rows = of.layer_inputs.width, of.layer_inputs.n_vocab
-        found |= {
-            "per_layer_token_embd": (
-                "model.embed_tokens_per_layer",
-                (n_rows, of.n_layers * width),
-            ),
-            "per_layer_model_proj": (
-                "model.per_layer_model_projection",
-                (of.n_layers * width, e),
-            ),
-            "per_layer_proj_norm": ("model.per_layer_projection_norm", (width,)),
-        }
-    for i in range(1, of.altup.n_streams if of.altup else 1):
-        found[f"altup_proj_{i}"] = f"model.altup_projections.{i - 1}", (e, e)
-        found[f"altup_unembd_proj_{i}"] = f"model.altup_unembed_projections.{i - 1}", (e, e)
-    found["token_embd"] = "model.embed_tokens", (n, e)
-    found["output_norm"] = "model.norm", (e,)
+    top, head = Layer(family, ("", "model.")), Layer(family, ("", ""))
+    _add_top(top, of)
     if not of.tied:
-        found["output"] = "lm_head", (n, e)
-    return {
-        f"{name}.weight": Tensor(
-            shape=shape,
-            gguf=f"{name}.weight",
-            called=(f"{family.top_names.get(name, called)}.weight",),
-        )
-        for name, (called, shape) in found.items()
-    }
+        head.add("output", "lm_head", of.n_vocab, of.n_embd)
+    return rows | top.rows | head.rows
+
+
+def _add_top(top: Layer, of: DecoderSpec) -> None:
+    """Tensors that belong to no layer."""
+    e = of.n_embd
+    if of.layer_inputs:
+        n, width = of.layer_inputs.n_vocab, of.layer_inputs.width
+        all_of_them = of.n_layers * width
+        top.add("per_layer_token_embd", "embed_tokens_per_layer", n, all_of_them)
+        top.add("per_layer_model_proj", "per_layer_model_projection", all_of_them, e)
+        top.add("per_layer_proj_norm", "per_layer_projection_norm", width)
+    for i in range(1, of.altup.n_streams if of.altup else 1):
+        top.add(f"altup_proj_{i}", f"altup_projections.{i - 1}", e, e)
+        top.add(f"altup_unembd_proj_{i}", f"altup_unembed_projections.{i - 1}", e, e)
+    top.add("token_embd", "embed_tokens", of.n_vocab, e)
+    top.add("output_norm", "norm", e)
 
 
 def _producer(layer: Layer, of: DecoderSpec) -> None:

@@ -69,8 +69,7 @@ class Family:
       qk_norm: q and k are normed by head.
       norms_less_one: a folder holds the weights of norms less one.
       mlp: what a folder calls the feed-forward of a layer.
-      names: what a folder calls tensors of a layer, by their GGUF names without layer and end.
-      top_names: likewise of tensors that belong to no layer.
+      names: what a folder calls tensors in their layer, by GGUF names without layer and end.
       other_names: a part of a folder's names, and what other folders of the family have there.
       gguf_names: what a GGUF calls tensors of a layer, where the decoder has another name.
       gate_up: how a folder's tensor of all experts holds gate and up: channels in turn, one half
@@ -98,7 +97,6 @@ class Family:
     norms_less_one: bool = False
     mlp: str = "mlp"
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    top_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     other_names: tuple[str, str] = ("", "")
     gguf_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     gate_up: Literal["interleaved", "halves", "rows"] | None = None
