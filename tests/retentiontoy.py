@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from kvrt_models.decoder import Decoder
-from kvrt_models.hf.spec import spec_from_config
+from kvrt_models.families.shared.registry import spec_from_config
 from tests import yocotoy
 from tests.models.plainretention import retention
 from tests.yocotoy import CONFIG, EPS, N_HEADS, D, random_weights, rotated

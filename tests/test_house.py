@@ -14,7 +14,9 @@ from importgraph import MODELS, PACKAGES, ROOT, module_files, module_name
 MAX_PARAMETERS, MAX_BODY, MAX_FILE, MAX_ROOM = 6, 40, 600, 12
 SCRIPTS = sorted((ROOT / "scripts").rglob("*.py"))
 MODULES = [path for package in PACKAGES for path in module_files(package)]
-FOLDERS = sorted({path.parent for path in [*MODULES, *SCRIPTS]})
+# A family of models is a file, however many there are.
+FAMILIES = MODELS / "families"
+FOLDERS = sorted({path.parent for path in [*MODULES, *SCRIPTS]} - {FAMILIES})
 
 # Functions with more than six parameters, and why: ten at most.
 PARAMETERS = {

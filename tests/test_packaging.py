@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 # Run where a package `models` lies that is not ours; prints where each of ours comes from.
 IMPORT = """
-import kvrt, kvrt_models.load, kvrt_models.gguf.spec, kvrt_models.tokenizer.encode, models
+import kvrt, kvrt_models.load, kvrt_models.tokenizer.encode, models
 assert models.WHOSE == "a stranger's"
 print(kvrt.__file__)
 print(kvrt_models.__file__)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from kvrt_models.decoder import Decoder
-from kvrt_models.hf.spec import spec_from_config
+from kvrt_models.families.shared.registry import spec_from_config
 from kvrt_models.layers.tensors import weight_parts, weight_shape
 
 N_LAYERS, N_VOCAB, N_HEADS, N_KV, D, WINDOW = 4, 32, 4, 2, 8, 9

@@ -9,19 +9,15 @@ from jax.sharding import PartitionSpec
 
 from kvrt.arrays import Array, Float, Int
 from kvrt.attention.contract import Attend, ParamPath
-from kvrt_models.layers import mamba
-from kvrt_models.layers.delta.net import GatedDeltaNet, KimiDelta
 from kvrt_models.layers.experts import Beside, Mixture
 from kvrt_models.layers.feed_forward import Gated
 from kvrt_models.layers.gemma.altup import AlternatingUpdate, LowRankResidual, Streams
 from kvrt_models.layers.gemma.layer_inputs import LayerEmbedding, LayerGate
 from kvrt_models.layers.latent import LatentAttention
 from kvrt_models.layers.linear import Linear, Matrix, embed, rms_norm, unit_norm
-from kvrt_models.layers.retention import GatedRetention
 from kvrt_models.layers.sharding import partition
+from kvrt_models.layers.tensors import MIXERS
 from kvrt_models.spec import DecoderSpec
-
-_Mixer = LatentAttention | GatedDeltaNet | KimiDelta | GatedRetention | mamba.Mamba1 | mamba.Mamba2
 
 
 class Block(nnx.Module, pytree=False):
@@ -130,17 +126,11 @@ class Block(nnx.Module, pytree=False):
         return x if weight is None else rms_norm(x, weight[...], self.spec.norm_eps)
 
 
-def _mixer(spec: DecoderSpec, layer: int, weights: Mapping[str, Matrix]) -> _Mixer | None:
+def _mixer(spec: DecoderSpec, layer: int, weights: Mapping[str, Matrix]) -> nnx.Module | None:
     """What a layer has in place of attention with keys and values of its own."""
-    of = spec.ssm
-    if not spec.is_recurrent(layer):
-        return LatentAttention(spec, spec.latent, layer, weights) if spec.latent else None
-    if of is not None and of.is_delta:
-        kind = GatedDeltaNet if of.kind == "delta" else KimiDelta
-        return kind(of, layer, weights, spec.norm_eps)
-    if of is not None and of.kind == "retention":
-        return GatedRetention(of, layer, weights, spec.norm_eps)
-    return mamba.mixer(spec, layer, weights)
+    if spec.ssm is not None and spec.is_recurrent(layer):
+        return MIXERS[spec.ssm.kind](spec.ssm, layer, weights, spec.norm_eps)
+    return LatentAttention(spec, spec.latent, layer, weights) if spec.latent else None
 
 
 def _feed_forward(

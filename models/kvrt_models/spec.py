@@ -5,17 +5,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
-from kvrt.config import GroupSpec, Indexed, MaskSpec, QueryTemperature, RecurrentSpec, RopeSpec
+from kvrt.config import GroupSpec, MaskSpec, RecurrentSpec
 from kvrt.errors import BadConfig, BadModelFile
-from kvrt_models.header import REMEDY, Header
-from kvrt_models.layers.gemma.sizes import AltUp, LayerInputs
-from kvrt_models.layers.latent_sizes import Latent
-from kvrt_models.layers.ssm import SsmSpec
-
-# Far above any model; a damaged header must not make work or lists in proportion to its numbers.
-MAX_LAYERS = 4096
-MAX_HEAD_DIM = 1 << 16
-MAX_EXPERTS = 4096
+from kvrt_models.header import REMEDY
 
 Scoring = Literal["softmax", "share", "sigmoid", "sigmoid_share", "sigmoid_each"]
 
@@ -75,6 +67,157 @@ class Experts:
     n_groups_used: int = 1
     choice_bias: bool = False
     beside: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SsmSpec:
+    """Recurrent layers of a decoder, all alike.
+
+    Attributes:
+      kind: "mamba1" has a decay for every channel and state, "mamba2" one for every head; "delta"
+        is the gated delta rule, with one for every head; "kda" with one for every channel of a key;
+        "retention" is gated retention, with one for every head.
+      layers: indices of the layers, ascending.
+      d_inner: channels; of the gated delta rule those of its values.
+      d_state: numbers that a channel remembers: of the gated delta rule channels of a key.
+      d_conv: tokens that the convolution sees, its own included; at least 2, and 0 without one.
+      dt_rank: width through which Mamba-1 makes its step sizes; unused by Mamba-2.
+      n_heads: heads of Mamba-2, channels of one step size, or of the gated delta rule's values;
+        unused by Mamba-1.
+      n_groups: groups of Mamba-2's heads that share B and C, and of channels normed together; of
+        the gated delta rule's heads that share a query and a key.
+      norms: step sizes, B and C are normed (Jamba); Mamba-1 only.
+      conv_bias: the convolution has a bias.
+      proj_bias: the projections in and out have biases.
+      rope_base: of the rotation of queries and keys of gated retention.
+    """
+
+    kind: Literal["mamba1", "mamba2", "delta", "kda", "retention"]
+    layers: tuple[int, ...]
+    d_inner: int
+    d_state: int
+    d_conv: int
+    dt_rank: int = 0
+    n_heads: int = 0
+    n_groups: int = 1
+    norms: bool = False
+    conv_bias: bool = True
+    proj_bias: bool = False
+    rope_base: float = 1e4
+
+    def __post_init__(self) -> None:
+        """Refuses heads that do not share the channels, or the groups, evenly."""
+        if self.kind == "mamba1":
+            return
+        called = {"mamba2": "Mamba-2", "retention": "gated retention"}.get(
+            self.kind, "the gated delta rule"
+        )
+        for whole, name, part in (
+            (self.d_inner, "channels", self.n_heads),
+            (self.n_heads, "heads", self.n_groups),
+        ):
+            if whole % part:
+                raise BadModelFile(
+                    f"the model's header names {whole} {name} of {called} to be shared by "
+                    f"{part}; they must be a multiple of it; {REMEDY}"
+                )
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether the layers have a gated delta rule."""
+        return self.kind in ("delta", "kda")
+
+    @property
+    def n_conv(self) -> int:
+        """Channels of the convolution: of B and C, or of queries and keys, as well."""
+        shared = 2 * self.n_groups * self.d_state if self.kind != "mamba1" else 0
+        return self.d_inner + shared
+
+    @property
+    def recurrent(self) -> RecurrentSpec:
+        """What the cache keeps: the convolution's last inputs, and the state."""
+        state = (self.d_inner, self.d_state)
+        if self.is_delta or self.kind == "retention":
+            state = (self.n_heads, self.d_state, self.d_inner // self.n_heads)
+        if self.kind == "mamba2":
+            state = (self.n_heads, self.d_inner // self.n_heads, self.d_state)
+        # Gated retention has no convolution, and counts tokens.
+        first = (self.d_conv - 1, self.n_conv) if self.d_conv else (1,)
+        return RecurrentSpec(layers=self.layers, shapes=(first, state))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Indexer:
+    """What chooses the tokens that a query of latent attention reads.
+
+    Attributes:
+      n_heads: index heads.
+      head_dim: channels of an index key, the rotated ones first; more than these.
+      n_cells: tokens that a query reads at most.
+
+    Source: DeepSeek-V3.2-Exp `inference/model.py`; transformers `modeling_deepseek_v32`.
+    """
+
+    n_heads: int
+    head_dim: int
+    n_cells: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Attention whose keys and values are all made of one latent a token (MLA).
+
+    Attributes:
+      rank: channels of the latent, which is normalised.
+      n_rope: rotated channels of a head; those of the keys are the same in all heads.
+      n_nope: other channels of a head's queries and keys.
+      n_value: channels of a head's values.
+      q_rank: channels of a latent that queries are made of; 0 where they come from the stream.
+      norm_eps: epsilon of the latents' norms.
+      indexer: chooses what queries read; None is all that they see.
+
+    Source: arXiv:2405.04434, sec. 2.1.
+    """
+
+    rank: int
+    n_rope: int
+    n_nope: int
+    n_value: int
+    q_rank: int = 0
+    norm_eps: float = 1e-6
+    indexer: Indexer | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerInputs:
+    """What each layer is given of a token beside the stream: a small embedding of its own.
+
+    Attributes:
+      width: channels of a layer's.
+      n_vocab: rows of the table, which has those of all layers.
+
+    Source: transformers `Gemma4TextModel.project_per_layer_inputs`.
+    """
+
+    width: int
+    n_vocab: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AltUp:
+    """Streams of a token beside each other, of which each layer computes one.
+
+    Attributes:
+      n_streams: of a token.
+      active: the one that is computed.
+      scaled: what gates the layers' inputs is multiplied by weights before.
+
+    Source: arXiv:2301.13310.
+    """
+
+    n_streams: int
+    active: int
+    scaled: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -218,61 +361,32 @@ class DecoderSpec:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layers:
-    """Layers of one kind, before the sizes that all kinds share.
+class Layers(GroupSpec):
+    """A group of layers before the sizes that all kinds share, and before it is checked.
 
     Attributes:
-      ids: indices of the layers, ascending.
-      rope: rotation; None for layers without positions.
+      n_kv_heads: where they differ from other layers', or 0; likewise `head_dim`.
       window: tokens that a query sees, its own included; 0 for all before it.
       chunk: tokens of a chunk, of which a query sees its own; 0 for all before it.
-      soft_cap: scores become cap * tanh(score / cap); None is off.
-      temperature: how queries grow with their position; None is not at all.
-      latent_rank: as in `GroupSpec`.
-      kv_of: as in `GroupSpec`.
-      n_kv_heads: where they differ from other layers', or 0.
-      head_dim: likewise.
-      indexed: as in `GroupSpec`.
-      scale: likewise, where layers of other kinds have another; None is that of all.
     """
 
-    ids: tuple[int, ...]
-    rope: RopeSpec | None
-    window: int = 0
-    chunk: int = 0
-    soft_cap: float | None = None
-    temperature: QueryTemperature | None = None
-    latent_rank: int = 0
-    kv_of: tuple[tuple[int, int], ...] = ()
     n_kv_heads: int = 0
     head_dim: int = 0
-    indexed: Indexed | None = None
-    scale: float | None = None
+    window: int = 0
+    chunk: int = 0
 
-    @property
-    def mask(self) -> MaskSpec:
-        """What the layers see; one that has both a window and chunks is our own mistake."""
+    def __post_init__(self) -> None:
+        """Leaves checks to the group; a window and chunks in one are our own mistake."""
         assert not (self.window and self.chunk)
-        size = self.window or self.chunk
-        return (
-            MaskSpec(kind="window" if self.window else "chunked", size=size) if size else MaskSpec()
-        )
 
     def group(self, head_dim: int, scale: float | None) -> GroupSpec:
         """The layers with sizes; raises BadConfig where these are impossible."""
-        return GroupSpec(
-            layers=self.ids,
-            n_kv_heads=self.n_kv_heads,
-            head_dim=self.head_dim or head_dim,
-            rope=self.rope,
-            mask=self.mask,
-            scale=scale if self.scale is None else self.scale,
-            soft_cap=self.soft_cap,
-            temperature=self.temperature,
-            latent_rank=self.latent_rank,
-            kv_of=self.kv_of,
-            indexed=self.indexed,
-        )
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(GroupSpec)}
+        if size := self.window or self.chunk:
+            fields["mask"] = MaskSpec(kind="window" if self.window else "chunked", size=size)
+        fields["head_dim"] = self.head_dim or head_dim
+        fields["scale"] = scale if self.scale is None else self.scale
+        return GroupSpec(**fields)
 
 
 def build(
@@ -297,7 +411,7 @@ def build(
     """
     heads, kv_heads = _of_layer(rest["n_heads"]), _of_layer(n_kv_heads)
     kinds = [kind for each in layers for kind in _by_kv_heads(each, kv_heads)]
-    for n, n_kv in {(heads(i), kind.n_kv_heads) for kind in kinds for i in kind.ids}:
+    for n, n_kv in {(heads(i), kind.n_kv_heads) for kind in kinds for i in kind.layers}:
         if n % n_kv or not n:
             raise BadModelFile(
                 f"the model's header names {n} heads and {n_kv} kv heads; heads must be a "
@@ -322,36 +436,16 @@ def _of_layer(sizes: int | Sequence[int]) -> Callable[[int], int]:
 def _by_kv_heads(kind: Layers, kv_heads: Callable[[int], int]) -> list[Layers]:
     """A kind of layers divided by the kv heads that they have."""
     if kind.n_kv_heads:
-        return [kind] if kind.ids else []
-    numbers = dict.fromkeys(map(kv_heads, kind.ids))
+        return [kind] if kind.layers else []
+    numbers = dict.fromkeys(map(kv_heads, kind.layers))
     if len(numbers) > 1:
         assert not kind.kv_of and kind.indexed is None
     return [
-        dataclasses.replace(kind, ids=tuple(i for i in kind.ids if kv_heads(i) == n), n_kv_heads=n)
+        dataclasses.replace(
+            kind, layers=tuple(i for i in kind.layers if kv_heads(i) == n), n_kv_heads=n
+        )
         for n in numbers
     ]
-
-
-def check_expert_groups(n: int, n_groups: int, n_open: int, n_used: int, least: int) -> None:
-    """Refuses groups that experts do not fill, or that are too small to choose from.
-
-    Args:
-      n: experts.
-      n_groups: groups of them.
-      n_open: groups among which a token chooses.
-      n_used: experts that it takes.
-      least: experts of a group, at least.
-
-    Raises:
-      BadModelFile: they do not fit.
-    """
-    size = n // n_groups
-    if n % n_groups or size < least or n_used > n_open * size:
-        raise BadModelFile(
-            f"the model's header names {n} experts in {n_groups} groups, of which {n_open} give "
-            f"{n_used} experts a token; groups are of one size, {least} or more, and have as many; "
-            f"{REMEDY}"
-        )
 
 
 def gemma(n_embd: int, logit_cap: float | None) -> dict[str, Any]:
@@ -362,35 +456,3 @@ def gemma(n_embd: int, logit_cap: float | None) -> dict[str, Any]:
         embed_scale=math.sqrt(n_embd),
         logit_cap=logit_cap or None,
     )
-
-
-def head_dim_of(keys: Header, key: str, n_embd: int, n_heads: int) -> int:
-    """The channels of a head: as the key says, or the width by the heads."""
-    if keys.has(key):
-        return keys.whole(key, most=MAX_HEAD_DIM)
-    if n_embd % n_heads:
-        raise BadModelFile(
-            f"the model's header names a width of {n_embd} and {n_heads} heads but no {key!r}; the "
-            f"width must then be a multiple of the heads; {REMEDY}"
-        )
-    return n_embd // n_heads
-
-
-def make_rope(**rules: Any) -> RopeSpec:
-    """A `RopeSpec` of a header's numbers; impossible ones are a BadModelFile."""
-    try:
-        rope = RopeSpec(**rules)
-    except BadConfig as error:
-        raise BadModelFile(f"the header describes an impossible RoPE: {error}; {REMEDY}") from error
-    if rope.beta_fast < rope.beta_slow or (rope.scaling == "yarn" and rope.base <= 1.0):
-        raise BadModelFile(
-            f"the header describes an impossible YaRN: base {rope.base}, beta_fast "
-            f"{rope.beta_fast}, beta_slow {rope.beta_slow}; the base must be above 1 and beta_fast "
-            f"not below beta_slow; {REMEDY}"
-        )
-    return rope
-
-
-def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
-    """YaRN's growth of the attention with the factor of the stretch."""
-    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0

@@ -37,7 +37,7 @@ class _Llama:
         """The decoder."""
         return spec.build(
             arch="llama",
-            layers=[Layers(ids=tuple(range(self.n_layers)), rope=self.rope)],
+            layers=[Layers(layers=tuple(range(self.n_layers)), rope=self.rope)],
             n_vocab=self.n_vocab,
             n_embd=self.n_embd,
             n_ff=self.n_ff,
@@ -60,9 +60,11 @@ def _llama3_rope(n_rot: int, factor: float) -> RopeSpec:
 
 def _gemma3_27b() -> DecoderSpec:
     layers = range(62)
-    near = Layers(ids=tuple(i for i in layers if i % 6 != 5), rope=RopeSpec(n_rot=128), window=1024)
+    near = Layers(
+        layers=tuple(i for i in layers if i % 6 != 5), rope=RopeSpec(n_rot=128), window=1024
+    )
     far = Layers(
-        ids=tuple(i for i in layers if i % 6 == 5),
+        layers=tuple(i for i in layers if i % 6 == 5),
         rope=RopeSpec(n_rot=128, base=1e6, scaling="linear", factor=8.0),
     )
     return spec.build(

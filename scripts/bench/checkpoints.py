@@ -18,8 +18,7 @@ from kvrt import CacheConfig, Runtime
 from kvrt.reuse.plan import operations, plan_reuse
 from kvrt_models import spec
 from kvrt_models.decoder import Decoder
-from kvrt_models.layers.ssm import SsmSpec
-from kvrt_models.spec import Layers
+from kvrt_models.spec import Layers, SsmSpec
 from kvrt_models.weights.shapes import weight_shapes
 from scripts._lib import commands, measure
 
@@ -39,7 +38,7 @@ def hybrid() -> Decoder:
     )
     of = spec.build(
         arch="granitehybrid",
-        layers=[Layers(ids=attention, rope=None)],
+        layers=[Layers(layers=attention, rope=None)],
         n_vocab=100_352,
         n_embd=768,
         n_ff=2048,

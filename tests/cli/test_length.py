@@ -12,8 +12,8 @@ from kvrt.cli.flags import parse
 from kvrt.cli.flags.evaluate import RunOptions
 from kvrt.cli.setup import config, policy
 from kvrt.errors import BadConfig, BadSession
+from kvrt_models.families.shared.registry import spec_from_gguf
 from kvrt_models.gguf.file import open_gguf
-from kvrt_models.gguf.spec import spec_from_gguf
 from kvrt_models.tokenizer.encode import tokenizer_from_gguf
 
 

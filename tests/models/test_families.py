@@ -4,9 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf.constants import MODEL_ARCH_NAMES
+from gguf.tensor_mapping import get_tensor_name_map
 
 from kvrt import CacheConfig, Runtime
-from kvrt_models.load import load
+from kvrt_models import load
+from kvrt_models.layers.tensors import tensors_of
 from tests.marks import full, slow
 
 FOLDERS = sorted(p.parent for p in Path(__file__).parents[1].glob("golden/hf/*/config.json"))
@@ -57,6 +60,32 @@ def test_no_family_is_missing():
     assert names >= rules | families
 
 
+# What llama.cpp calls the families of folders, where not as in `general.architecture` of ours.
+GGUF_ARCHS = {
+    **{"mistral": "llama", "gemma3_text": "gemma3", "gemma3n_text": "gemma3n"},
+    **{"gemma4_text": "gemma4", "gpt_oss": "gpt-oss", "llama4_text": "llama4"},
+    **{"deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "deepseek_v32": "deepseek2"},
+    **{"bamba": "granitehybrid", "qwen3_next": "qwen3next", "kimi_linear": "kimi-linear"},
+}
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_tensors_are_those_of_the_file_and_of_the_gguf_package(folder):
+    _, source, _ = load._folder(folder)  # refuses a folder that has more, or lacks one
+    arch = GGUF_ARCHS.get(source.spec.arch, source.spec.arch)
+    known = next(x for x, name in MODEL_ARCH_NAMES.items() if name == arch)
+    names, n_found = get_tensor_name_map(known, source.spec.n_layers), 0
+    for name, row in tensors_of(source.spec).items():
+        if row.make is not None:  # several tensors make it up, or one is several here
+            continue
+        (called,) = source.called[name]
+        assert source.stored[called].shape == row.shape
+        found = names.get_name(called, try_suffixes=(".weight", ".bias"))
+        assert found in (None, row.gguf, row.gguf.removesuffix(".weight"))
+        n_found += found is not None
+    assert n_found > 10
+
+
 @pytest.mark.parametrize(("folder", "case", "rope"), CASES, ids=lambda x: getattr(x, "name", x))
 def test_logits_are_those_of_transformers(folder, case, rope):
     with np.load(folder / "expected.npz") as data:
@@ -90,7 +119,7 @@ def test_layers_that_only_read_run_for_wanted_tokens(name):
         tokens, expected = data["tokens"].tolist(), data["logits"]
     # Those of the first test, and their programs.
     config = CacheConfig(n_ctx=len(tokens), rope="write", block_size=16, n_ubatch=16)
-    runtime = Runtime(load(folder).decoder, config)
+    runtime = Runtime(load.load(folder).decoder, config)
     found = [runtime.append(tokens[:32], out_ids=[17, 31]), runtime.append(tokens[32:48])]
     wanted = expected[[17, 31, 47]]
     assert float(np.abs(np.concatenate(found) - wanted).max()) < TOLERANCE
@@ -98,7 +127,7 @@ def test_layers_that_only_read_run_for_wanted_tokens(name):
 
 def read(folder, config, tokens, parts):
     """Logits of all tokens, read in parts of these sizes as far as they go; ones are decoded."""
-    runtime, logits = Runtime(load(folder).decoder, config), []
+    runtime, logits = Runtime(load.load(folder).decoder, config), []
     for size in parts:
         part, tokens = tokens[:size], tokens[size:]
         if size == 1 and part and logits:

@@ -1,24 +1,15 @@
-"""What headers say of Gemma 3: windows, two rotations, scales, and clear refusals."""
+"""What headers say of Gemma 2 and 3: windows, soft caps, two rotations and scales."""
 
 import math
 
 import numpy as np
 import pytest
-from headers import Shaped, gguf, hf, refused
+from headers import gguf, hf, like
 
 from kvrt_models.layers import tensors
 
 NEAR, FAR = "sliding_attention", "full_attention"
 FLAGS = np.array([True, False, False, True])
-SIZES = dict(block_count=13, attention__key_length=16, attention__sliding_window=32)
-
-
-def gemma(**change):
-    return gguf("gemma3", **(SIZES | change))
-
-
-def hf_gemma(**change):
-    return hf("gemma3-linear", **change)
 
 
 def kinds(found):
@@ -27,7 +18,7 @@ def kinds(found):
 
 
 def test_every_sixth_layer_is_full_and_the_others_have_a_rotation_of_their_own():
-    found = gemma(rope__freq_base=1e6)
+    found = like("gemma3", rope__freq_base=1e6)
     assert kinds(found) == {32: (0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 12), 0: (5, 11)}
     near, far = found.groups
     assert (near.mask.kind, near.rope.base, near.rope.layout) == ("window", 1e4, "neox")
@@ -37,7 +28,7 @@ def test_every_sixth_layer_is_full_and_the_others_have_a_rotation_of_their_own()
 
 
 def test_a_stretch_is_for_full_layers_alone():
-    near, far = gemma(rope__scaling__type="linear", rope__scaling__factor=8.0).groups
+    near, far = like("gemma3", rope__scaling__type="linear", rope__scaling__factor=8.0).groups
     assert (near.rope.scaling, near.rope.factor) == ("none", 1.0)
     assert (far.rope.scaling, far.rope.factor, far.rope.base) == ("linear", 8.0, 1e4)
 
@@ -54,76 +45,44 @@ def test_a_stretch_is_for_full_layers_alone():
     ],
 )
 def test_windows_of_a_gguf_follow_its_pattern(change, found):
-    assert kinds(gemma(block_count=4, **change)) == found
+    assert kinds(like("gemma3", block_count=4, **change)) == found
 
 
 def test_the_base_of_windowed_layers_may_be_named():
-    near, far = gemma(rope__freq_base=1e6, rope__freq_base_swa=2e4).groups
+    near, far = like("gemma3", rope__freq_base=1e6, rope__freq_base_swa=2e4).groups
     assert (near.rope.base, far.rope.base) == (2e4, 1e6)
 
 
-def test_scores_of_the_27b_are_scaled_by_width_over_heads():
-    sizes = dict(embedding_length=5376, attention__head_count=32, attention__key_length=128)
-    assert gemma(block_count=62, **sizes).groups[0].scale == pytest.approx(1 / math.sqrt(168))
-    assert gemma(block_count=48, **sizes).groups[0].scale is None
+@pytest.mark.parametrize(
+    ("arch", "n_embd", "n_layers", "others"),
+    [("gemma2", 4608, 46, (42, 62)), ("gemma3", 5376, 62, (48,))],
+)
+def test_scores_of_the_27b_are_scaled_by_width_over_heads(arch, n_embd, n_layers, others):
+    sizes = dict(embedding_length=n_embd, attention__head_count=32, attention__key_length=128)
+    scale = like(arch, block_count=n_layers, **sizes).groups[0].scale
+    assert scale == pytest.approx(1 / math.sqrt(n_embd / 32))
+    for n in others:
+        assert like(arch, block_count=n, **sizes).groups[0].scale is None
 
 
 def test_what_gemma_adds_to_a_decoder():
-    found = gemma(final_logit_softcapping=30.0)
+    found = like("gemma3", final_logit_softcapping=30.0)
     assert (found.activation, found.embed_scale, found.logit_cap) == ("gelu_tanh", 8.0, 30.0)
     assert found.post_norms and found.qk_norm
-    assert gemma().logit_cap is None
+    assert like("gemma3").logit_cap is None
     plain = gguf("qwen3")
     assert (plain.activation, plain.embed_scale, plain.post_norms) == ("silu", 1.0, False)
 
 
-def test_names_and_shapes_of_the_added_norms():
-    found = gemma()
-    names = tensors.tensor_names(found)
-    added = {f"blk.12.{n}.weight" for n in ("post_attention_norm", "post_ffw_norm", "attn_q_norm")}
-    assert added <= set(names)
-    assert tensors.tensor_shape(found, "blk.3.post_ffw_norm.weight") == (64,)
-    hf_names = {
-        "ffn_norm": "pre_feedforward_layernorm",
-        "post_attention_norm": "post_attention_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    }
-    for name, called in hf_names.items():
-        wanted = f"model.layers.0.{called}.weight"
-        assert tensors.hf_names(found, f"blk.0.{name}.weight") == [wanted]
-    llama = gguf()
-    plain = "model.layers.0.post_attention_layernorm.weight"
-    assert tensors.hf_names(llama, "blk.0.ffn_norm.weight") == [plain]
-    assert not any("post_" in name for name in tensors.tensor_names(llama))
-    norms = {name.split(".")[-2] for name in names if tensors.is_norm(name)}
-    assert norms == {*hf_names, "attn_norm", "attn_q_norm", "attn_k_norm", "output_norm"}
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (dict(rope__scaling__type="yarn", rope__scaling__factor=4.0), "gemma3 with RoPE scaling"),
-        (dict(attn_logit_softcapping=50.0), "'gemma3.attn_logit_softcapping' is 50.0"),
-        (dict(final_logit_softcapping=-1.0), "final_logit_softcapping' is -1.0, a finite number"),
-        (dict(attention__sliding_window=-1), "'gemma3.attention.sliding_window' is -1"),
-        (dict(attention__sliding_window_pattern=-6), "sliding_window_pattern' is -6"),
-        (dict(attention__sliding_window_pattern=[1, 0]), "is a list of 2, a list of"),
-        (dict(rope__freq_base_swa="1e4"), "'gemma3.rope.freq_base_swa' is '1e4'"),
-        (dict(attention__value_length=8), "'gemma3.attention.value_length' is 8"),
-        (dict(block_count=62, embedding_length=0), "'gemma3.embedding_length' is 0"),
-    ],
-)
-def test_gguf_metadata_is_refused_in_one_line(change, words):
-    refused(words, lambda: gemma(**change))
-
-
-def test_frequency_divisors_are_refused():
-    freqs = {"rope_freqs.weight": Shaped((8,))}
-    refused("a gemma3 with the tensor 'rope_freqs.weight'", lambda: gemma(tensors=freqs))
+def test_norms_are_known_by_their_names():
+    found = tensors.tensors_of(like("gemma3"))
+    norms = {name.split(".")[-2] for name in found if tensors.is_norm(name)}
+    of_layers = {"attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm"}
+    assert norms == {*of_layers, "attn_q_norm", "attn_k_norm", "output_norm"}
 
 
 def test_config_json_of_both_forms():
-    new = hf_gemma()
+    new = hf("gemma3-linear")
     assert kinds(new) == {8: (1, 2), 0: (0, 3)}
     near, far = new.groups
     assert (near.rope.base, near.rope.scaling, near.scale) == (1e4, "none", 1 / math.sqrt(10))
@@ -144,42 +103,52 @@ def test_what_config_json_leaves_out_is_what_transformers_takes():
     assert (near.head_dim, near.mask.size, near.scale) == (256, 4096, 1 / 16)
     assert (near.rope.base, far.rope.base, found.tied) == (1e4, 1e6, True)
     assert kinds(hf("gemma3", sliding_window_pattern=2)) == {8: (0, 2, 4, 6), 0: (1, 3, 5)}
-    assert kinds(hf_gemma(layer_types=[FAR] * 4, sliding_window=None)) == {0: (0, 1, 2, 3)}
-    assert kinds(hf_gemma(layer_types=[NEAR] * 4)) == {8: (0, 1, 2, 3)}
+    assert kinds(hf("gemma3-linear", layer_types=[FAR] * 4, sliding_window=None)) == {
+        0: (0, 1, 2, 3)
+    }
+    assert kinds(hf("gemma3-linear", layer_types=[NEAR] * 4)) == {8: (0, 1, 2, 3)}
 
 
-def bases(near=None, far=None, **other):
-    return dict(rope_parameters={NEAR: near or {}, FAR: far or {}, **other})
+def test_every_other_layer_of_a_gguf_is_full():
+    found = like("gemma2", attention__sliding_window=32, rope__freq_base=2e4)
+    assert kinds(found) == {32: (0, 2, 4), 0: (1, 3)}
+    near, far = found.groups
+    assert near.rope == far.rope and near.rope.base == 2e4 and near.rope.layout == "neox"
+    assert (near.scale, far.scale, near.head_dim) == (None, None, 16)
+    assert found.post_norms and not found.qk_norm
+    assert (found.activation, found.embed_scale) == ("gelu_tanh", 8.0)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (dict(model_type="gemma3"), "model type 'gemma3' of config.json is not supported"),
-        (dict(hidden_activation="gelu"), "'hidden_activation' is 'gelu', which is not supported"),
-        (dict(use_bidirectional_attention=True), "'use_bidirectional_attention' is True"),
-        (dict(attn_logit_softcapping=50.0), "'attn_logit_softcapping' is 50.0"),
-        (dict(final_logit_softcapping="x"), "'final_logit_softcapping' is 'x', a finite number"),
-        (dict(query_pre_attn_scalar=0), "'query_pre_attn_scalar' is 0, a finite number above 0"),
-        (dict(sliding_window=None), "lacks 'sliding_window'"),
-        (dict(sliding_window=0), "'sliding_window' is 0, a whole number from 1"),
-        (dict(layer_types=[NEAR]), "'layer_types' is a list of 1, a list of 4 names is wanted"),
-        (dict(layer_types=NEAR), "'layer_types' is 'sliding_attention', a list of 4"),
-        (
-            dict(layer_types=[NEAR] * 3 + ["chunked_attention"]),
-            "a layer of kind 'chunked_attention'",
-        ),
-        (dict(layer_types=[[]] * 4), "a layer of kind a list of 0"),
-        (dict(layer_types=None, sliding_window_pattern=0), "'sliding_window_pattern' is 0"),
-        (dict(mlp_bias=True), "'mlp_bias' is True, which is not supported"),
-        (dict(rope_parameters=dict(rope_theta=1e4)), "'rope_parameters' with 'rope_theta'"),
-        (bases(chunked_attention={}), "'rope_parameters' with 'chunked_attention'"),
-        (bases(far=dict(rope_type="yarn", factor=2.0)), "RoPE scaling 'yarn' of config.json"),
-        (bases(far=dict(rope_type="linear")), "lacks 'factor'"),
-        (bases(near=dict(rope_theta=-1.0)), "'rope_theta' is -1.0"),
-        (bases(near=dict(partial_rotary_factor=0.5)), "'partial_rotary_factor' is 0.5"),
-        (dict(rope_parameters={NEAR: 3}), "'sliding_attention' is 3, an object is wanted"),
-    ],
-)
-def test_config_json_is_refused_in_one_line(change, words):
-    refused(words, lambda: hf_gemma(**change))
+def test_what_a_gguf_of_gemma_2_leaves_out():
+    found = like("gemma2")
+    assert kinds(found) == {4096: (0, 2, 4), 0: (1, 3)}
+    assert ({g.soft_cap for g in found.groups}, found.logit_cap) == ({50.0}, 30.0)
+    named = like("gemma2", attn_logit_softcapping=5.0, final_logit_softcapping=6.0)
+    assert ({g.soft_cap for g in named.groups}, named.logit_cap) == ({5.0}, 6.0)
+    assert kinds(like("gemma2", attention__sliding_window_pattern=3)) == {
+        4096: (0, 1, 3, 4),
+        0: (2,),
+    }
+    near, far = like("gemma2", rope__freq_base_swa=3e4).groups
+    assert (near.rope.base, far.rope.base) == (3e4, 1e4)
+
+
+def test_config_json_has_caps_windows_and_a_scale():
+    found = hf("gemma2")
+    assert kinds(found) == {8: (0, 2), 0: (1,)}
+    assert {(g.soft_cap, g.scale) for g in found.groups} == {(4.0, 1 / math.sqrt(10))}
+    assert (found.logit_cap, found.tied, found.qk_norm) == (3.0, True, False)
+    assert kinds(hf("gemma2", layer_types=[FAR, NEAR, NEAR])) == {8: (1, 2), 0: (0,)}
+    assert kinds(hf("gemma2", layer_types=[FAR] * 3, sliding_window=None)) == {0: (0, 1, 2)}
+    stretched = hf("gemma2", rope_scaling=dict(rope_type="linear", factor=4.0))
+    assert {(g.rope.scaling, g.rope.factor) for g in stretched.groups} == {("linear", 4.0)}
+
+
+def test_a_cap_that_is_null_is_off_and_one_left_out_is_usual():
+    off = hf("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None)
+    assert ({g.soft_cap for g in off.groups}, off.logit_cap) == ({None}, None)
+    left = ("attn_logit_softcapping", "final_logit_softcapping", "head_dim", "sliding_window")
+    usual = hf("gemma2", without=(*left, "tie_word_embeddings", "query_pre_attn_scalar"))
+    assert ({g.soft_cap for g in usual.groups}, usual.logit_cap) == ({50.0}, 30.0)
+    assert (usual.groups[0].head_dim, usual.groups[0].scale, usual.tied) == (256, 1 / 16, True)
+    assert kinds(usual) == {4096: (0, 2), 0: (1,)}

@@ -6,8 +6,8 @@ import pytest
 from kvrt.errors import UnsupportedModel
 from kvrt.store import rope
 from kvrt_models.identity import description
-from kvrt_models.layers.latent_sizes import Indexer
 from kvrt_models.load import load
+from kvrt_models.spec import Indexer
 from tests.models.headers import GOLDEN, hf
 
 V32 = "deepseek-v32"
@@ -84,8 +84,8 @@ def test_layers_are_the_models_and_behind_them_those_of_index_keys():
     assert (keys.head_dim, keys.latent_rank, keys.scale) == (10, 6, 1.0)
     assert (spec.n_layers, spec.exit_layer, spec.index_layers) == (3, 3, (3, 4, 5))
     assert spec.experts and spec.experts.layers == (1, 2)
-    listed = hf(V32, mlp_layer_types=["dense", "dense", "sparse"])
-    assert listed.experts and listed.experts.layers == (2,)
+    listed = hf(V32, mlp_layer_types=["sparse", "dense", "sparse"])
+    assert listed.experts and listed.experts.layers == (0, 2)
 
 
 def test_what_v3_says_of_itself_is_as_before():
@@ -99,8 +99,11 @@ def test_what_v3_says_of_itself_is_as_before():
     [
         ({"index_head_dim": 4}, "index keys of 4 channels, 4 of them rotated"),
         ({"q_lora_rank": None}, "q_lora_rank 0 is not supported"),
-        ({"layer_types": ["full_attention"] * 3}, "layer_types other than 'indexed_attention'"),
-        ({"mlp_layer_types": ["sparse", "dense", "sparse"]}, "'dense' layers before 'sparse' ones"),
+        (
+            {"layer_types": ["full_attention"] * 3},
+            "'layer_types' with 'full_attention' is not",
+        ),
+        ({"mlp_layer_types": ["sparse", "dense", "both"]}, "'mlp_layer_types' with 'both' is not"),
     ],
 )
 def test_what_is_not_supported_is_refused(change, says):

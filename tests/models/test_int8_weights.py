@@ -266,7 +266,7 @@ def test_a_model_of_the_same_name_size_and_time_is_another_by_one_byte(tmp_path,
     path, begun = tmp_path / "model.gguf", []
     path.write_bytes(bytes(3 << 20))
     os.utime(path, ns=(1, 1))
-    source = WeightSource(spec=None, tensor=None, rows=None, called={}, files=(path,))
+    source = WeightSource(spec=None, read=None, called={}, files=(path,))
 
     def digest() -> str:
         return source.digest(tmp_path / "kept", lambda: begun.append(path))

@@ -67,24 +67,6 @@ def test_a_file_as_published_counts_layers_from_one():
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"linear_conv_kernel_dim": 1}, "'short_conv_kernel_size' is 1, a whole number from 2"),
-        ({"mla_use_nope": False}, "'mla_use_nope' is False, which is not supported; only True"),
-        ({"tie_word_embeddings": True}, "'tie_word_embeddings' is True"),
-        ({"moe_router_activation_func": "softmax"}, "'moe_router_activation_func' is 'softmax'"),
-        ({"num_nextn_predict_layers": 1}, "'num_nextn_predict_layers' is 1"),
-        ({"layer_types": ["sliding"] * 3}, "'layer_types' with 'sliding' is not supported"),
-        ({"mlp_layer_types": ["dense"]}, "'mlp_layer_types' is a list of 1, a list of 3 names"),
-        ({"num_expert_group": 3}, "names 4 experts in 3 groups"),
-        ({"hidden_act": "gelu"}, "'hidden_act' is 'gelu'"),
-    ],
-)
-def test_a_config_json_is_refused_in_one_line(change, words):
-    refused(words, lambda: hf(NAME, **change))
-
-
-@pytest.mark.parametrize(
     "lists",
     [
         {"full_attn_layers": [2], "kda_layers": [1]},
@@ -112,7 +94,7 @@ def test_queries_keys_and_values_lie_one_below_the_other():
 
 def test_names_as_published_and_as_transformers_writes_them(tmp_path):
     """A network without experts is `mlp` in the published files."""
-    called = tensors.hf_names(hf(NAME), "blk.0.ffn_up.weight")
+    called = tensors.tensors_of(hf(NAME))["blk.0.ffn_up.weight"].hf
     assert called == ["model.layers.0.mlp.up_proj.weight"]
     for path in (GOLDEN / NAME).glob("*.json"):
         (tmp_path / path.name).write_bytes(path.read_bytes())

@@ -1,5 +1,6 @@
 """What a config.json says of DeepSeek-V2 and V3: latents, YaRN's growth, routing, and refusals."""
 
+import functools
 import json
 import math
 
@@ -7,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from headers import GOLDEN, Shaped, gguf, hf, refused
+from headers import BASES, GOLDEN, Shaped, gguf, hf, like, refused
 
 from kvrt import CacheConfig
 from kvrt.program.estimate import of_cells
-from kvrt_models.hf import latent
+from kvrt_models.families.shared import registry
 from kvrt_models.layers import tensors
 from kvrt_models.layers.experts import Mixture, _weigh
 from kvrt_models.load import load
@@ -97,31 +98,11 @@ def test_experts_that_config_json_leaves_out():
 
 def test_a_guessed_number_of_experts_is_told():
     config = json.loads((GOLDEN / "deepseek-v2" / "config.json").read_text())
-    assert latent.notes(config, v2().experts) == ()
+    assert registry.folder_notes(config, v2()) == ()
     del config["num_experts_per_tok"]
-    assert latent.notes(config, None) == ()
-    (line,) = latent.notes(config, v2().experts)
+    assert registry.folder_notes(config, v2(first_k_dense_replace=2)) == ()
+    (line,) = registry.folder_notes(config, v2())
     assert line.startswith("config.json has no 'num_experts_per_tok'; 6 are taken")
-
-
-def test_names_and_shapes_of_tensors():
-    found = v3()
-    wanted = {
-        "blk.0.attn_q_a.weight": ("self_attn.q_a_proj.weight", (12, 32)),
-        "blk.0.attn_q_b.weight": ("self_attn.q_b_proj.weight", (64, 12)),
-        "blk.0.attn_kv_a_mqa.weight": ("self_attn.kv_a_proj_with_mqa.weight", (24, 32)),
-        "blk.0.attn_k_b.weight": ("self_attn.kv_b_proj.weight", (4, 20, 12)),
-        "blk.0.attn_v_b.weight": ("self_attn.kv_b_proj.weight", (4, 8, 20)),
-        "blk.0.attn_output.weight": ("self_attn.o_proj.weight", (32, 32)),
-        "blk.1.exp_probs_b.bias": ("mlp.gate.e_score_correction_bias", (8,)),
-        "blk.1.ffn_up_shexp.weight": ("mlp.shared_experts.up_proj.weight", (12, 32)),
-    }
-    names = tensors.tensor_names(found)
-    for name, (called, shape) in wanted.items():
-        assert name in names and tensors.tensor_shape(found, name) == shape
-        assert tensors.hf_names(found, name) == [f"model.layers.{name.split('.')[1]}.{called}"]
-    assert "blk.0.attn_q.weight" not in names and "blk.0.attn_k.weight" not in names
-    assert "blk.0.attn_q.weight" in tensors.tensor_names(v2())
 
 
 def routed(of, scores, bias):
@@ -157,43 +138,11 @@ def test_tokens_choose_experts_by_groups(name):
         np.testing.assert_allclose(given[i], [wanted[j] for j in chosen[i]], atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (dict(attention_bias=True), "'attention_bias' is True, which is not supported; only False"),
-        (dict(hidden_act="gelu"), "'hidden_act' is 'gelu', which is not supported; only 'silu'"),
-        (dict(kv_lora_rank=0), "'kv_lora_rank' is 0, a whole number from 1"),
-        (dict(qk_rope_head_dim=5), "n_rot is 5; even, above 0"),
-        (dict(n_group=3), "names 8 experts in 3 groups, of which 2 give 3 experts a token"),
-        (dict(topk_group=1), "names 8 experts in 4 groups, of which 1 give 3 experts a token"),
-        (dict(n_group=8), "names 8 experts in 8 groups"),
-        (dict(topk_group=5), "'topk_group' is 5, a whole number from 1 to 4"),
-        (dict(q_lora_rank=-1), "'q_lora_rank' is -1"),
-    ],
-)
-def test_config_json_is_refused_in_one_line(change, words):
-    refused(words, lambda: v3(**change))
-
-
 def test_an_unknown_way_to_choose_is_refused():
     refused("'topk_method' is 'noaux_tc', which is not supp", lambda: v2(topk_method="noaux_tc"))
     refused("lacks 'n_group'", lambda: v2(n_group=None))
 
 
-GGUF = {
-    "attention__head_count_kv": 1,
-    "attention__key_length": 40,
-    "attention__value_length": 32,
-    "attention__key_length_mla": 24,
-    "attention__value_length_mla": 20,
-    "attention__kv_lora_rank": 32,
-    "rope__dimension_count": 8,
-    "leading_dense_block_count": 1,
-    "expert_count": 8,
-    "expert_used_count": 3,
-    "expert_feed_forward_length": 24,
-    "expert_shared_count": 2,
-}
 YARN = {
     "rope__scaling__type": "yarn",
     "rope__scaling__factor": 4.0,
@@ -202,9 +151,7 @@ YARN = {
 BIAS = {"blk.1.exp_probs_b.bias": Shaped((8,))}
 
 
-def deepseek2(tensors=None, **change):
-    kept = {"blk.0.attn_k_b.weight": Shaped((4, 32, 16))}
-    return gguf("deepseek2", kept | (tensors or {}), **GGUF | change)
+deepseek2 = functools.partial(like, "deepseek2")
 
 
 def test_a_gguf_says_the_same():
@@ -231,38 +178,18 @@ def test_scores_of_a_gguf_grow_by_what_the_converter_wrote():
     assert group.rope.magnitude == 1.0
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (dict(attention__key_length=192), "'deepseek2.attention.key_length' is 192, which is not"),
-        (dict(attention__head_count_kv=4), "head_count_kv' is 4, which is not supported; only 1"),
-        (dict(attention__key_length_mla=8), "key_length_mla' is 8, a whole number from 9"),
-        (dict(attention__kv_lora_rank=None), "lacks 'deepseek2.attention.kv_lora_rank'"),
-        (dict(expert_group_count=4), "chooses by softmax among 4 groups of experts is not supp"),
-        (dict(expert_gating_func=3), "expert_gating_func' is 3, a whole number from 0 to 2"),
-        (
-            dict(expert_gating_func=2, expert_group_count=3, expert_group_used_count=2),
-            "8 experts in 3 groups",
-        ),
-    ],
-)
-def test_a_gguf_is_refused_in_one_line(change, words):
-    refused(words, lambda: deepseek2(**change))
-
-
 def test_a_gguf_of_before_april_2025_says_the_same():
     """Keys and values are described by head, and both matrices that make them are one tensor."""
     older = dict(attention__key_length=24, attention__value_length=20, attention__head_count_kv=4)
     older |= dict(attention__key_length_mla=None, attention__value_length_mla=None)
     joined = "blk.0.attn_kv_b.weight"
-    found = gguf("deepseek2", {joined: Shaped((144, 32))}, **GGUF | older)
+    found = gguf("deepseek2", {joined: Shaped((144, 32))}, **BASES["deepseek2"] | older)
     assert found == deepseek2()
     for name in ("blk.0.attn_k_b.weight", "blk.0.attn_v_b.weight"):
-        assert tensors.gguf_name(found, name, [joined]) == joined
-        assert tensors.gguf_name(found, name, [joined, name]) == name
-        assert tensors.gguf_shape(found, name, joined) == (144, 32)
+        assert tensors.tensors_of(found)[name].joined == (joined, (144, 32))
     x = np.arange(144 * 32, dtype=np.float32).reshape(144, 32)
-    k, v = (tensors.tensor_from_gguf(found, f"blk.0.attn_{i}_b.weight", x) for i in "kv")
+    rows = [tensors.tensors_of(found)[f"blk.0.attn_{i}_b.weight"] for i in "kv"]
+    k, v = (row.make([x], row.shape) for row in rows)
     by_head = x.reshape(4, 36, 32)
     np.testing.assert_array_equal(k, by_head[:, :16].swapaxes(1, 2))
     np.testing.assert_array_equal(v, by_head[:, 16:])

@@ -6,14 +6,12 @@ import shutil
 
 import jax
 import numpy as np
-import pytest
 from flax import nnx
 from headers import GOLDEN, hf, refused
 from safetensors.numpy import load_file, save_file
 
 from kvrt.config import QueryTemperature
 from kvrt_models import load
-from kvrt_models.layers import tensors
 
 CHUNKED, FAR = "chunked_attention", "full_attention"
 
@@ -70,53 +68,6 @@ def test_temperature_is_off_where_the_file_says_so():
         assert llama4(attn_temperature_tuning=off).groups[1].temperature is None
     for on in (True, 4, None):
         assert llama4(attn_temperature_tuning=on).groups[1].temperature is not None
-
-
-def test_names_of_dense_and_of_shared_networks():
-    found = llama4()
-    wanted = {
-        "blk.0.ffn_up.weight": ("feed_forward.up_proj.weight", (20, 16)),
-        "blk.1.ffn_gate_inp.weight": ("feed_forward.router.weight", (4, 16)),
-        "blk.1.ffn_up_exps.weight": ("feed_forward.experts.gate_up_proj", (4, 12, 16)),
-        "blk.1.ffn_down_exps.weight": ("feed_forward.experts.down_proj", (4, 16, 12)),
-        "blk.3.ffn_down_shexp.weight": ("feed_forward.shared_expert.down_proj.weight", (16, 12)),
-    }
-    names = tensors.tensor_names(found)
-    for name, (called, shape) in wanted.items():
-        assert name in names and tensors.tensor_shape(found, name) == shape
-        assert tensors.hf_names(found, name) == [f"model.layers.{name.split('.')[1]}.{called}"]
-    assert not {"blk.1.ffn_up.weight", "blk.0.ffn_up_exps.weight"} & set(names)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (dict(hidden_act="gelu"), "'hidden_act' is 'gelu', which is not supported; only 'silu'"),
-        (dict(attention_chunk_size=0), "'attention_chunk_size' is 0, a whole number from 1"),
-        (dict(attention_chunk_size=None), "lacks 'attention_chunk_size'"),
-        (dict(layer_types=[FAR]), "'layer_types' is a list of 1, a list of 4 names is wanted"),
-        (dict(layer_types=["sliding_attention"] * 4), "a layer of kind 'sliding_attention'"),
-        (
-            dict(no_rope_layers=[1, 1]),
-            "'no_rope_layers' is a list of 2, a list of 4 zeros and ones",
-        ),
-        (dict(no_rope_layers=[1, 1, 1, 2]), "a list of 4 zeros and ones is wanted"),
-        (dict(no_rope_layers="all"), "'no_rope_layers' is 'all'"),
-        (dict(no_rope_layers=None, no_rope_layer_interval=0), "'no_rope_layer_interval' is 0"),
-        (dict(moe_layers=[4]), "'moe_layers' is a list of 1, a list of layers below 4 is wanted"),
-        (dict(moe_layers=3), "'moe_layers' is 3"),
-        (dict(interleave_moe_layer_step=0), "'interleave_moe_layer_step' is 0"),
-        (dict(num_experts_per_tok=5), "'num_experts_per_tok' is 5, a whole number from 1 to 4"),
-        (dict(use_qk_norm=1), "'use_qk_norm' is 1, true or false is wanted"),
-        (dict(attn_temperature_tuning="on"), "'attn_temperature_tuning' is 'on'"),
-        (dict(floor_scale=0), "'floor_scale' is 0, a finite number above 0"),
-        (dict(attn_scale=-0.1), "'attn_scale' is -0.1, a finite number from 0"),
-        (dict(rope_parameters=dict(rope_type="yarn")), "RoPE scaling 'yarn' of config.json"),
-        (dict(quantization_config=dict(quant_method="fbgemm_fp8")), "quantized by 'fbgemm_fp8'"),
-    ],
-)
-def test_config_json_is_refused_in_one_line(change, words):
-    refused(words, lambda: llama4(**change))
 
 
 def wrapped(tmp_path, rename=lambda name: name, **outer):

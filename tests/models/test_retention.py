@@ -9,7 +9,8 @@ from plainretention import BASE, retention, rotated
 from kvrt_models.layers import retention as layers
 from kvrt_models.layers.delta.chunk import CHUNK
 from kvrt_models.layers.retention import retention_chunk, retention_step
-from kvrt_models.layers.ssm import SsmSpec, ssm_from_hf, ssm_hf_names, ssm_tensor_shape
+from kvrt_models.layers.tensors import tensors_of
+from tests import retentiontoy
 
 H, K, V = 2, 8, 6
 TOLERANCE = 1e-5
@@ -80,11 +81,9 @@ def test_both_rotate_alike():
 
 
 def test_a_folder_has_four_projections_that_stand_one_below_the_other():
-    of = SsmSpec(kind="retention", layers=(0,), d_inner=8, d_state=4, d_conv=0, n_heads=2)
-    name = "blk.0.ssm_in.weight"
-    called = [f"self_attn.{x}_proj.weight" for x in "qkvg"]
-    assert ssm_hf_names(of, name) == called and ssm_tensor_shape(of, name, 5) == (32, 5)
-    parts = [np.full((8, 5), i) for i in range(4)]
-    found = ssm_from_hf(of, parts, name, (32, 5))
-    np.testing.assert_array_equal(found, np.concatenate(parts))
-    assert ssm_hf_names(of, "blk.0.ssm_gt.weight") == ["self_attn.gt_proj.weight"]
+    rows = tensors_of(retentiontoy.decoder().spec)
+    row = rows["blk.0.ssm_in.weight"]
+    assert row.hf == [f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkvg"]
+    parts = [np.full((row.shape[0] // 4, row.shape[1]), i) for i in range(4)]
+    np.testing.assert_array_equal(row.make(parts, row.shape), np.concatenate(parts))
+    assert rows["blk.0.ssm_gt.weight"].hf == ["model.layers.0.self_attn.gt_proj.weight"]

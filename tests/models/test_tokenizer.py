@@ -144,7 +144,7 @@ BAD = {
     "kind text": (bpe(token_type=["a"] * 443), BadModelFile, "token_type: 443 numbers"),
     "bos": (bpe(bos_token_id=443), BadModelFile, "bos_token_id is 443, 0 to 442 is wanted"),
     "eot": (bpe(eot_token_id="2"), BadModelFile, "eot_token_id is '2'"),
-    "add_bos": (bpe(add_bos_token=1), BadModelFile, "add_bos_token is 1, a bool is wanted"),
+    "add_bos": (bpe(add_bos_token=1), BadModelFile, "add_bos_token' is 1, true or false"),
     "bos missing": (
         bpe(add_bos_token=True, bos_token_id=2**32 - 1),
         BadModelFile,
@@ -157,7 +157,7 @@ BAD = {
     "template": (
         bpe() | {"tokenizer.chat_template": 3},
         BadModelFile,
-        "chat_template is not a string",
+        "chat_template' is 3, a string",
     ),
     "scores": (
         tiny_vocab.metadata("spm") | {"tokenizer.ggml.scores": np.zeros(3)},

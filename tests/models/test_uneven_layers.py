@@ -7,9 +7,9 @@ from headers import TENSORS, gguf, metadata
 
 from kvrt import CacheConfig, Runtime
 from kvrt_models import load
-from kvrt_models.gguf.spec import spec_from_gguf
+from kvrt_models.families.shared.registry import spec_from_gguf
 from kvrt_models.identity import description
-from kvrt_models.layers.tensors import tensor_names, tensor_shape
+from kvrt_models.layers.tensors import tensor_shape, tensors_of
 from tests.peer import tiny_gguf
 
 UNEVEN = {
@@ -65,7 +65,7 @@ def test_they_give_what_layers_filled_with_zeros_give(tmp_path):
     even_keys = UNEVEN | {key: int(x.max()) for key, x in UNEVEN.items() if np.ndim(x)}
     even = spec_from_gguf(metadata(**even_keys), TENSORS)
     narrow, wide = {}, {}
-    for name in tensor_names(uneven):
+    for name in tensors_of(uneven):
         shape = tensor_shape(uneven, name)
         x = rng.normal(1.0 if len(shape) == 1 else 0.0, 0.2, shape).astype(np.float32)
         narrow[name] = x

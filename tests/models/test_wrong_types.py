@@ -7,8 +7,7 @@ import headers
 import pytest
 
 from kvrt.errors import BadModelFile, UnsupportedModel
-from kvrt_models.gguf import spec as gguf_spec
-from kvrt_models.hf import spec as hf_spec
+from kvrt_models.families.shared import registry
 
 VALUES = [
     None,
@@ -43,12 +42,12 @@ def check(read, good: dict) -> None:
 @pytest.mark.parametrize("arch", ["llama", "gemma3", "gpt-oss", "jamba"])
 def test_config_json(arch):
     config = json.loads((headers.GOLDEN / arch / "config.json").read_text())
-    hf_spec.spec_from_config(config)
-    check(hf_spec.spec_from_config, ABSENT | config)
+    registry.spec_from_config(config)
+    check(registry.spec_from_config, ABSENT | config)
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "gemma3"])
 def test_gguf_metadata(arch):
     good = headers.metadata(arch, attention__sliding_window=16, rope__scaling__type=None)
-    gguf_spec.spec_from_gguf(good, headers.TENSORS)
-    check(lambda found: gguf_spec.spec_from_gguf(found, headers.TENSORS), good)
+    registry.spec_from_gguf(good, headers.TENSORS)
+    check(lambda found: registry.spec_from_gguf(found, headers.TENSORS), good)

@@ -7,7 +7,7 @@ import pytest
 
 from kvrt import CacheConfig, PromptLookup, Runtime, Speculation, session
 from kvrt.errors import UnsupportedModel
-from kvrt_models.hf.spec import spec_from_config
+from kvrt_models.families.shared.registry import spec_from_config
 from tests.retentiontoy import Dense, decoder
 from tests.serving import engines
 from tests.yocotoy import CONFIG, HALF, N_HEADS, D

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from kvrt_models.gguf import latent
 from kvrt_models.header import Header, brief
 
 # Keys that change no logits there either, with the values at which they say nothing.
@@ -20,7 +19,7 @@ _UNUSED = {
 }
 # Likewise, of a family; and keys above that a family does use.
 _UNUSED_OF = {"gpt-oss": {"expert_shared_count": (0,), "expert_weights_scale": (0.0, 1.0)}}
-_USED_OF = {latent.ARCH: ("rope.scaling.yarn_log_multiplier",)}
+_USED_OF = {"deepseek2": ("rope.scaling.yarn_log_multiplier",)}
 _YARN = {"rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0}
 _WINDOW = "attention.sliding_window"
 # Of Mistral's files, which go by this name, every layer has the window.

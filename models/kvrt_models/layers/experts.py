@@ -6,21 +6,29 @@ pair is computed however unevenly tokens choose.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 
 from kvrt.arrays import Array, Float, Int, state
-from kvrt_models.layers.expert_tensors import BESIDE_NORMS
 from kvrt_models.layers.feed_forward import Gated, act_and_mul
 from kvrt_models.layers.linear import Linear, Matrix, linear, rms_norm
+from kvrt_models.layers.table import Layer
 from kvrt_models.spec import DecoderSpec, Experts, Scoring
 
 # Tokens of a tile: enough for a product of matrices, few beside what a prompt gives an expert.
 TILE = 32
+# Norms of layers that have experts beside a dense network: of what that gives, of what the experts
+# take and of what they give.
+_BESIDE_NORMS = {
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+}
 
 
 @state
@@ -76,6 +84,40 @@ class Mixture(nnx.Module, pytree=False):
         self.choice_bias = None if bias is None else nnx.Param(bias)
         gains = weights.get(f"{at}ffn_down_exps_scale.weight")
         self.gains = None if gains is None else nnx.Param(gains)
+
+    @staticmethod
+    def add_tensors(layer: Layer, of: Experts, n_embd: int) -> None:
+        """Adds the tensors of a layer with experts, which its files have together or one by one."""
+        n, mlp = of.n_experts, layer.family.mlp
+        layer.add("ffn_gate_inp", f"{mlp}.gate", n, n_embd, bias=of.bias)
+        joint = layer.family.gate_up is not None
+        names = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
+        for x in ("gate", "up", "down"):
+            sizes = (n_embd, of.n_ff) if x == "down" else (of.n_ff, n_embd)
+            layer.add(
+                f"ffn_{x}_exps",
+                f"{mlp}.experts.{names[x]}" if joint else f"{mlp}.experts.{{}}.{x}_proj",
+                n,
+                *sizes,
+                ends=(".weight", "" if joint else ".weight"),
+                bias=of.bias,
+                n_each=0 if joint else n,
+                make=functools.partial(_of_folder, layer.family.gate_up, x),
+            )
+            sizes = (n_embd, of.n_ff_shared) if x == "down" else (of.n_ff_shared, n_embd)
+            if of.n_ff_shared:
+                layer.add(f"ffn_{x}_shexp", f"{mlp}.shared_expert.{x}_proj", *sizes)
+        if of.shared_gate:
+            layer.add("ffn_gate_inp_shexp", f"{mlp}.shared_expert_gate", 1, n_embd)
+        if of.choice_bias:
+            ends = (".bias", "")
+            layer.add("exp_probs_b", f"{mlp}.gate.e_score_correction_bias", n, ends=ends)
+        if of.beside:
+            for name, called in _BESIDE_NORMS.items():
+                layer.add(name, called, n_embd)
+            layer.add("ffn_gate_inp_scale", "router.scale", n_embd, ends=(".weight", ""))
+            called = "router.per_expert_scale"
+            layer.add("ffn_down_exps_scale", called, n, ends=(".weight", ""))
 
     def __call__(
         self, x: Float[Array, "T E"], rated_by: Float[Array, "T E"] | None = None
@@ -140,7 +182,7 @@ class Beside(nnx.Module, pytree=False):
         """Takes what `Gated` and `Mixture` take, and four norms."""
         self.norm_eps = of.norm_eps
         self.dense, self.mixture = Gated(of, weights, at), Mixture(of, experts, weights, at)
-        norms = (f"{at}{name}.weight" for name in (*BESIDE_NORMS, "ffn_gate_inp_scale"))
+        norms = (f"{at}{name}.weight" for name in (*_BESIDE_NORMS, "ffn_gate_inp_scale"))
         self.dense_out, self.into, self.out, self.rating = (nnx.Param(weights[x]) for x in norms)
 
     def __call__(self, x: Float[Array, "T E"], stream: Float[Array, "T E"]) -> Float[Array, "T E"]:
@@ -170,3 +212,22 @@ def _product(x: Array, of: tuple[Matrix, Array | None], expert: Array) -> Array:
     pick = functools.partial(lax.dynamic_index_in_dim, index=expert, keepdims=False)
     y = linear(x, jax.tree.map(pick, weights))
     return y if bias is None else y + lax.dynamic_index_in_dim(bias, expert)
+
+
+def _of_folder(
+    form: str | None, x: str, parts: Sequence[np.ndarray], shape: tuple[int, ...]
+) -> np.ndarray:
+    """Gate, up or down of all experts, outputs before inputs; see `Family.gate_up`."""
+    found = parts[0]
+    if form is None:
+        alike = all(part.shape == found.shape for part in parts)
+        return np.stack(parts) if alike else found
+    axis = 1 if form == "rows" else -1
+    if x != "down" and found.ndim > 1 and found.shape[axis] % 2 == 0:
+        half, is_up = found.shape[axis] // 2, x == "up"
+        taken = slice(is_up, None, 2) if form == "interleaved" else slice(is_up * half, None)
+        taken = taken if form == "interleaved" or is_up else slice(half)
+        found = found[:, taken] if axis == 1 else found[..., taken]
+    elif x != "down":
+        return found
+    return found.swapaxes(1, 2) if form != "rows" and len(shape) == 3 == found.ndim else found

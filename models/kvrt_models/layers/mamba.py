@@ -17,8 +17,8 @@ from kvrt.arrays import Array, Float, Int
 from kvrt.attention.contract import Attend, Inputs, State
 from kvrt_models.layers.int8 import Int8Matrix
 from kvrt_models.layers.linear import Linear, Matrix, rms_norm
-from kvrt_models.layers.ssm import SsmSpec
-from kvrt_models.spec import DecoderSpec
+from kvrt_models.layers.table import Add, decays
+from kvrt_models.spec import SsmSpec
 
 
 class Convolution(nnx.Module, pytree=False):
@@ -54,23 +54,48 @@ class Convolution(nnx.Module, pytree=False):
         return lax.dynamic_slice_in_dim(seen, n, window.shape[0]), jax.nn.silu(y)
 
 
-class Mamba1(nnx.Module, pytree=False):
+class RecurrentMixer(nnx.Module, pytree=False):
+    """What recurrent layers have alike: a projection of all that a token brings, and one back."""
+
+    def __init__(self, of: SsmSpec, layer: int, weights: Mapping[str, Matrix], eps: float):
+        """Takes `blk.{layer}.ssm_in` and `ssm_out`, and what there is of the other `ssm_*`."""
+        self.of, self.layer, self.eps = of, layer, eps
+        self.at = at = f"blk.{layer}.ssm_"
+        self.projection, self.out = (Linear.named(weights, f"{at}{x}") for x in ("in", "out"))
+        if of.d_conv:
+            self.conv = Convolution.named(weights, f"{at}conv1d")
+            self.decay = nnx.Param(weights[f"{at}a"])
+        if f"{at}d" in weights:
+            self.skip = nnx.Param(weights[f"{at}d"])
+        if of.d_conv and of.kind != "mamba1":
+            self.dt_bias = nnx.Param(weights[f"{at}dt.bias"])
+            self.norm = nnx.Param(weights[f"{at}norm.weight"])
+
+
+class Mamba1(RecurrentMixer):
     """Selective state space with a decay of its own for each channel and state.
 
     Source: arXiv:2312.00752, sec. 3; with norms of step size, B and C arXiv:2403.19887, sec. 6.4.
     """
 
     def __init__(self, of: SsmSpec, layer: int, weights: Mapping[str, Matrix], eps: float):
-        """Takes the weights `blk.{layer}.ssm_*`, see `kvrt_models.layers.ssm.ssm_tensor_names`."""
-        self.of, self.layer, self.eps = of, layer, eps
-        at = f"blk.{layer}.ssm_"
-        self.projection = Linear.named(weights, f"{at}in")
-        self.conv = Convolution.named(weights, f"{at}conv1d")
-        self.x, self.dt = Linear.named(weights, f"{at}x"), Linear.named(weights, f"{at}dt")
-        norms = [f"{at}{name}_norm.weight" for name in ("dt", "b", "c") if of.norms]
+        """Takes `ssm_x`, `ssm_dt` and norms of what they give beside what all mixers have."""
+        super().__init__(of, layer, weights, eps)
+        self.x, self.dt = (Linear.named(weights, f"{self.at}{x}") for x in ("x", "dt"))
+        norms = [f"{self.at}{name}_norm.weight" for name in ("dt", "b", "c") if of.norms]
         self.norms = nnx.List([nnx.Param(weights[name]) for name in norms])
-        self.decay, self.skip = nnx.Param(weights[f"{at}a"]), nnx.Param(weights[f"{at}d"])
-        self.out = Linear.named(weights, f"{at}out")
+
+    @staticmethod
+    def add_tensors(add: Add, of: SsmSpec, n_embd: int) -> None:
+        """Adds the tensors of a layer."""
+        _add_shared(add, of, n_embd, 2 * of.d_inner)
+        add("ssm_x", "mamba.x_proj", of.dt_rank + 2 * of.d_state, of.d_inner)
+        add("ssm_dt", "mamba.dt_proj", of.d_inner, of.dt_rank, bias=True)
+        add("ssm_a", "mamba.A_log", of.d_inner, of.d_state, ends=("", ""), make=decays)
+        add("ssm_d", "mamba.D", of.d_inner, ends=("", ""))
+        for x, n in (("dt", of.dt_rank), ("b", of.d_state), ("c", of.d_state)):
+            if of.norms:
+                add(f"ssm_{x}_norm", f"mamba.{x}_layernorm", n)
 
     def __call__(self, h: Float[Array, "T E"], attend: Attend) -> Float[Array, "T E"]:
         """The layer's part of the residual stream."""
@@ -90,22 +115,21 @@ class Mamba1(nnx.Module, pytree=False):
         return (window, past), jnp.sum(past * c, axis=1) + self.skip[...] * x
 
 
-class Mamba2(nnx.Module, pytree=False):
+class Mamba2(RecurrentMixer):
     """Selective state space of heads: one decay a head, B and C shared by a group of heads.
 
     Source: arXiv:2405.21060, sec. 7.
     """
 
-    def __init__(self, of: SsmSpec, layer: int, weights: Mapping[str, Matrix], eps: float):
-        """Takes the weights `blk.{layer}.ssm_*`, see `kvrt_models.layers.ssm.ssm_tensor_names`."""
-        self.of, self.layer, self.eps = of, layer, eps
-        at = f"blk.{layer}.ssm_"
-        self.projection = Linear.named(weights, f"{at}in")
-        self.conv = Convolution.named(weights, f"{at}conv1d")
-        self.dt_bias = nnx.Param(weights[f"{at}dt.bias"])
-        self.norm = nnx.Param(weights[f"{at}norm.weight"])
-        self.decay, self.skip = nnx.Param(weights[f"{at}a"]), nnx.Param(weights[f"{at}d"])
-        self.out = Linear.named(weights, f"{at}out")
+    @staticmethod
+    def add_tensors(add: Add, of: SsmSpec, n_embd: int) -> None:
+        """Adds the tensors of a layer, which has no projection to step sizes, only a bias."""
+        n = of.n_heads
+        _add_shared(add, of, n_embd, of.d_inner + of.n_conv + n)
+        add("ssm_dt", "mamba.dt_bias", n, ends=(".bias", ""))
+        add("ssm_a", "mamba.A_log", n, 1, ends=("", ""), make=decays)
+        add("ssm_d", "mamba.D", n, 1, ends=("", ""))
+        add("ssm_norm", "mamba.norm", of.n_groups, of.d_inner // of.n_groups)
 
     def __call__(self, h: Float[Array, "T E"], attend: Attend) -> Float[Array, "T E"]:
         """The layer's part of the residual stream."""
@@ -136,8 +160,8 @@ class Mamba2(nnx.Module, pytree=False):
         return (window, past), (y + self.skip[...] * x).reshape(-1)
 
 
-def mixer(of: DecoderSpec, layer: int, weights: Mapping[str, Matrix]) -> Mamba1 | Mamba2:
-    """The mixer of a recurrent layer, of weights `blk.{layer}.ssm_*`."""
-    assert of.ssm is not None
-    kind = Mamba1 if of.ssm.kind == "mamba1" else Mamba2
-    return kind(of.ssm, layer, weights, of.norm_eps)
+def _add_shared(add: Add, of: SsmSpec, n_embd: int, n_in: int) -> None:
+    """Adds what Mamba-1 and Mamba-2 both have."""
+    add("ssm_in", "mamba.in_proj", n_in, n_embd, bias=of.proj_bias)
+    add("ssm_conv1d", "mamba.conv1d", of.n_conv, of.d_conv, bias=of.conv_bias)
+    add("ssm_out", "mamba.out_proj", n_embd, of.d_inner, bias=of.proj_bias)

@@ -12,13 +12,14 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from kvrt.arrays import Array, Float, Int
 from kvrt.attention.contract import Attend, ChunkedStep, Inputs, State
 from kvrt_models.layers.delta.chunk import CHUNK, by_head, dot
 from kvrt_models.layers.linear import Linear, Matrix, unit_norm
-from kvrt_models.layers.ssm import SsmSpec
+from kvrt_models.layers.mamba import RecurrentMixer
+from kvrt_models.layers.table import Add
+from kvrt_models.spec import SsmSpec
 
 # What the logarithms of the decays are divided by, so that they are near one.
 _DECAY_DIVISOR = 16.0
@@ -86,16 +87,21 @@ def rotated(x: Float[Array, "T H K"], pos: Float[Array, " T"], base: float) -> A
     return jnp.stack([a * c - b * s, a * s + b * c], axis=-1).reshape(x.shape)
 
 
-class GatedRetention(nnx.Module, pytree=False):
+class GatedRetention(RecurrentMixer):
     """A mixer whose heads keep a matrix each, normed and multiplied by a gate."""
 
     def __init__(self, of: SsmSpec, layer: int, weights: Mapping[str, Matrix], eps: float):
-        """Takes the weights `blk.{layer}.ssm_*`, see `kvrt_models.layers.ssm.ssm_tensor_names`."""
-        self.of, self.layer, self.eps = of, layer, eps
-        at = f"blk.{layer}.ssm_"
-        self.projection = Linear.named(weights, f"{at}in")
-        self.decay = Linear.named(weights, f"{at}gt")
-        self.out = Linear.named(weights, f"{at}out")
+        """Takes `ssm_gt` of the decays beside what all mixers have."""
+        super().__init__(of, layer, weights, eps)
+        self.decay = Linear.named(weights, f"{self.at}gt")
+
+    @staticmethod
+    def add_tensors(add: Add, of: SsmSpec, n_embd: int) -> None:
+        """Adds the tensors of a layer; queries, keys, values and gates have as many channels."""
+        n_in = 2 * (of.n_heads * of.d_state + of.d_inner)
+        add("ssm_in", [f"self_attn.{x}_proj" for x in "qkvg"], n_in, n_embd)
+        add("ssm_gt", "self_attn.gt_proj", of.n_heads, n_embd)
+        add("ssm_out", "self_attn.o_proj", n_embd, of.d_inner)
 
     def __call__(self, h: Float[Array, "T E"], attend: Attend) -> Float[Array, "T E"]:
         """The layer's part of the residual stream."""

@@ -6,7 +6,7 @@ from typing import Any
 from kvrt.errors import BadModelFile, UsageError
 from kvrt_models.tokenizer.pre_tokenizers import PreTokenizer
 from kvrt_models.tokenizer.spm import SPACE, spaced_bytes
-from kvrt_models.tokenizer.vocab import Kind, Vocab, strings
+from kvrt_models.tokenizer.vocab import Kind, Vocab
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -36,20 +36,29 @@ def byte_level_bytes(text: str) -> bytes:
 
 
 class BpeCodec:
-    """Encodes and decodes pieces of text that hold no special tokens."""
+    """Encodes and decodes pieces of text that hold no special tokens.
+
+    Tokens are of bytes, or of UTF-8 text with U+2581 for a space beside one token for each byte.
+    """
 
     def __init__(self, vocab: Vocab, merges: Sequence[str], pre: PreTokenizer) -> None:
-        """Builds the library's tokenizer; raises BadModelFile for merges."""
-        self._vocab = vocab
-        strange = set("".join(merges)) - _BYTES.keys() - {" "}
+        """Builds the library's tokenizer; raises BadModelFile for merges and lacking bytes."""
+        self._vocab, self._spaced = vocab, pre.spaced
+        ids = {text: i for i, text in enumerate(vocab.texts)}
+        strange = set() if pre.spaced else set("".join(merges)) - _BYTES.keys() - {" "}
+        lacking = [i for i in range(256) if pre.spaced and f"<0x{i:02X}>" not in ids]
         if strange:
             raise BadModelFile(
                 f"a merge holds {min(strange)!a}, which no byte-level vocabulary has; convert the "
                 f"model again"
             )
-        ids = {text: i for i, text in enumerate(vocab.texts)}
+        if lacking:
+            raise BadModelFile(
+                f"the vocabulary has no token for byte {lacking[0]:#04x}; convert the model again"
+            )
         self._tokenizer = _build(ids, [_pair(merge, ids) for merge in merges], pre)
-        self._known = bytes(byte for char, byte in _BYTES.items() if char in ids)
+        known = range(256) if pre.spaced else [x for char, x in _BYTES.items() if char in ids]
+        self._known = bytes(known)
 
     def encode(self, text: str, after_special: bool) -> list[int]:
         """Token ids of text without special tokens; `after_special` changes nothing here.
@@ -69,40 +78,12 @@ class BpeCodec:
 
     def token_bytes(self, token: int) -> bytes:
         """Raw bytes of a token; none for control tokens."""
+        if self._spaced:
+            return spaced_bytes(self._vocab, token)
         text, kind = self._vocab.texts[token], self._vocab.kinds[token]
         if kind == Kind.NORMAL:
             return byte_level_bytes(text)
         return text.encode() if kind == Kind.USER_DEFINED else b""
-
-
-class SpacedBpeCodec:
-    """Encodes and decodes with tokens of UTF-8 text, U+2581 for a space, and one for each byte."""
-
-    def __init__(self, vocab: Vocab, merges: Sequence[str], pre: PreTokenizer) -> None:
-        """Builds the library's tokenizer; raises BadModelFile for merges and lacking bytes."""
-        self._vocab = vocab
-        ids = {text: i for i, text in enumerate(vocab.texts)}
-        lacking = [byte for byte in range(256) if f"<0x{byte:02X}>" not in ids]
-        if lacking:
-            raise BadModelFile(
-                f"the vocabulary has no token for byte {lacking[0]:#04x}; convert the model again"
-            )
-        self._tokenizer = _build(ids, [_pair(merge, ids) for merge in merges], pre)
-
-    def encode(self, text: str, after_special: bool) -> list[int]:
-        """Token ids of text without special tokens; `after_special` changes nothing here."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-    def token_bytes(self, token: int) -> bytes:
-        """Raw bytes of a token; none for control tokens."""
-        return spaced_bytes(self._vocab, token)
-
-
-def bpe_codec(
-    metadata: Mapping[str, Any], vocab: Vocab, pre: PreTokenizer
-) -> BpeCodec | SpacedBpeCodec:
-    """Builds the codec from the file's merges."""
-    return (SpacedBpeCodec if pre.spaced else BpeCodec)(vocab, strings(metadata, "merges"), pre)
 
 
 def _pair(merge: str, ids: Mapping[str, int]) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from kvrt.errors import BadModelFile, BadToken, UnsupportedModel, UsageError
 from kvrt_models.header import brief
 from kvrt_models.identity import tokenizer_digest
 from kvrt_models.tokenizer.split import SplitCodec
-from kvrt_models.tokenizer.vocab import PREFIX, Kind, Vocab, ordinary_ends, vocab_from_gguf
+from kvrt_models.tokenizer.vocab import PREFIX, Kind, Vocab, ordinary_ends, strings, vocab_from_gguf
 
 # Keys of GGUF metadata that decide how text is cut, beside the vocabulary itself.
 _RULES = ("model", "pre", "merges", "scores", "add_space_prefix", "remove_extra_whitespaces")
@@ -199,7 +199,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         name = metadata.get("tokenizer.ggml.pre", "default")
         pre = pre_tokenizer(model if model == "gemma4" else name)
         vocab = vocab_from_gguf(metadata, add_bos=pre.add_bos, bos=None, eos=None)
-        codec = SplitCodec(vocab, bpe.bpe_codec(metadata, vocab, pre))
+        codec = SplitCodec(vocab, bpe.BpeCodec(vocab, strings(metadata, "merges"), pre))
         return Tokenizer(vocab=vocab, codec=codec, digest=_digest(vocab, metadata))
     if model == "llama":
         from kvrt_models.tokenizer import spm

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from kvrt.errors import BadModelFile, UsageError
-from kvrt_models.tokenizer.vocab import PREFIX, Kind, Vocab, bool_key, numbers
+from kvrt_models.header import Header
+from kvrt_models.tokenizer.vocab import PREFIX, Kind, Vocab, numbers
 
 SPACE = "\u2581"
 BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
@@ -76,7 +77,7 @@ def spm_codec(metadata: Mapping[str, Any], vocab: Vocab) -> SpmCodec:
     return SpmCodec(
         vocab,
         model_proto(vocab, scores.tolist()),
-        add_space_prefix=bool_key(metadata, "add_space_prefix", True),
+        add_space_prefix=Header(metadata, PREFIX).flag("add_space_prefix", True),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvrt.errors import BadModelFile
-from kvrt_models.header import brief
+from kvrt_models.header import Header, brief
 
 PREFIX = "tokenizer.ggml."
 MAX_TOKEN_CHARS = 1 << 12
@@ -119,7 +119,7 @@ def vocab_from_gguf(
     Raises:
       BadModelFile: lists that are missing, of the wrong length or with a text twice.
     """
-    texts = _texts(metadata)
+    keys, texts = Header(metadata, PREFIX), _texts(metadata)
     kinds = _kinds(metadata, len(texts))
     # Without kinds a file has no other sign of a control token than its text.
     ordinary = _ORDINARY if PREFIX + "token_type" in metadata else frozenset()
@@ -133,8 +133,10 @@ def vocab_from_gguf(
     ends |= end_ids(texts, kinds)
     bos_id = _id(metadata, "bos", len(texts), bos)
     eos_id = _id(metadata, "eos", len(texts), eos)
-    with_bos = bool_key(metadata, "add_bos_token", add_bos)
-    with_eos = bool_key(metadata, "add_eos_token", False)
+    key = "tokenizer.chat_template"
+    template = Header(metadata).text(key) if metadata.get(key) is not None else None
+    with_bos = keys.flag("add_bos_token", add_bos)
+    with_eos = keys.flag("add_eos_token", False)
     if (with_bos and bos_id is None) or (with_eos and eos_id is None):
         raise BadModelFile("the file asks for a bos or eos token and names none; convert it again")
     return Vocab(
@@ -145,7 +147,7 @@ def vocab_from_gguf(
         eos_ids=frozenset(ends if eos_id is None else ends | {eos_id}),
         add_bos=with_bos,
         add_eos=with_eos,
-        chat_template=_template(metadata),
+        chat_template=template,
     )
 
 
@@ -164,16 +166,6 @@ def strings(metadata: Mapping[str, Any], name: str) -> list[str]:
     value = metadata.get(PREFIX + name)
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise BadModelFile(f"{PREFIX}{name}: a list of strings is wanted; convert the model again")
-    return value
-
-
-def bool_key(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
-    """A tokenizer key that must be a bool when it is there."""
-    value = metadata.get(PREFIX + name, default)
-    if not isinstance(value, bool):
-        raise BadModelFile(
-            f"{PREFIX}{name} is {brief(value)}, a bool is wanted; convert the model again"
-        )
     return value
 
 
@@ -228,11 +220,4 @@ def _id(
         raise BadModelFile(
             f"{key} is {brief(value)}, 0 to {n_vocab - 1} is wanted; convert it again"
         )
-    return value
-
-
-def _template(metadata: Mapping[str, Any]) -> str | None:
-    value = metadata.get("tokenizer.chat_template")
-    if value is not None and not isinstance(value, str):
-        raise BadModelFile("tokenizer.chat_template is not a string; convert the model again")
     return value

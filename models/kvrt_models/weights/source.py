@@ -10,14 +10,12 @@ import xxhash
 
 from kvrt.arrays import Float
 from kvrt.errors import BadModelFile
+from kvrt_models.families.shared.registry import family_of, folder_notes
 from kvrt_models.file_digest import kept_digest
 from kvrt_models.gguf import file as gguf
 from kvrt_models.gguf.departures import departures
-from kvrt_models.hf import latent as hf_latent
 from kvrt_models.hf import safetensors
-from kvrt_models.hf import spec as hf_spec
-from kvrt_models.layers import expert_tensors, ssm
-from kvrt_models.layers.tensors import is_norm, tensor_from_gguf, tensor_from_hf, tensor_shape
+from kvrt_models.layers.tensors import is_norm, tensors_of
 from kvrt_models.spec import DecoderSpec
 
 # Gives rows [start, end) of a tensor, counted over all axes but the last.
@@ -32,19 +30,19 @@ class WeightSource:
 
     Attributes:
       spec: of the decoder.
-      tensor: reads a tensor by its GGUF name.
-      rows: opens a tensor to be read by rows.
+      read: reads a tensor by the files' name, or rows of it, `[n, I]`; None is all.
       called: what the files call a tensor, or those that it is made of.
       files: that hold the tensors.
+      stored: shapes of tensors of a folder; None of a GGUF, whose tensors are as they are wanted.
       notes: lines about the description, for people.
       blocks: opens each tensor that the files have in blocks of eight bits.
     """
 
     spec: DecoderSpec
-    tensor: Callable[[str], np.ndarray]
-    rows: Callable[[str], Rows]
+    read: Callable[[str, slice | None], np.ndarray]
     called: Mapping[str, Sequence[str]]
     files: tuple[Path, ...]
+    stored: Mapping[str, safetensors.StoredTensor] | None = None
     notes: tuple[str, ...] = ()
     blocks: Mapping[str, BlockRows] = dataclasses.field(default_factory=dict)
 
@@ -54,9 +52,34 @@ class WeightSource:
         Raises:
           BadModelFile: it has another, or cannot be read.
         """
-        x = self.tensor(name)
-        check_shape(self.called[name], x.shape, tensor_shape(self.spec, name))
+        row, called = tensors_of(self.spec)[name], self.called[name]
+        parts = [self.read(part, None) for part in called]
+        x = row.make(parts, row.shape) if row.make and self._is_made(name) else parts[0]
+        if self.stored is not None and family_of(self.spec.arch).norms_less_one:
+            # The norm behind the gated delta rule is as it is in every file.
+            x = x + np.float32(1) if is_norm(name) and ".ssm_" not in name else x
+        check_shape(called, x.shape, row.shape)
         return x
+
+    def rows(self, name: str) -> Rows:
+        """Opens a tensor to be read by rows.
+
+        Raises:
+          BadModelFile: as `whole`.
+        """
+        called, shape = self.called[name][0], tensors_of(self.spec)[name].shape
+        found = shape if self.stored is None else self.stored[called].shape
+        if not self._is_made(name) and found == shape and (self.stored is None or len(shape) == 2):
+            return lambda start, end: self.read(called, slice(start, end))
+        flat = self.whole(name).reshape(-1, shape[-1])
+        return lambda start, end: flat[start:end]
+
+    def _is_made(self, name: str) -> bool:
+        """Whether a tensor is made of what the files have."""
+        row, called = tensors_of(self.spec)[name], self.called[name][0]
+        if self.stored is not None:
+            return row.make is not None
+        return row.joined is not None and called == row.joined[0]
 
     def weight(self, names: Sequence[str], dtype: Any = None) -> np.ndarray:
         """The tensors that are the rows of one weight, rounded if a type of NumPy's is given."""
@@ -81,66 +104,34 @@ def gguf_source(
 ) -> WeightSource:
     """The tensors of a GGUF file; `names` are what it calls them."""
 
-    def rows(name: str) -> Rows:
-        called = names[name][0]
-        return lambda start, end: gguf.read_gguf_tensor(file, called, slice(start, end))
-
-    return WeightSource(
-        spec=spec,
-        tensor=lambda name: tensor_from_gguf(
-            spec, name, gguf.read_gguf_tensor(file, names[name][0])
-        ),
-        rows=rows,
-        called=names,
-        files=file.parts,
-        notes=departures(file.metadata),
-        blocks=gguf_blocks(file, names),
-    )
-
-
-def gguf_blocks(file: gguf.GGUFFile, names: Mapping[str, Sequence[str]]) -> dict[str, BlockRows]:
-    """Opens the tensors that a GGUF file has as Q8_0; `names` are what it calls all of them."""
-
     def opened(called: str) -> BlockRows:
         return lambda start, end: gguf.read_gguf_blocks(file, called, slice(start, end))
 
-    of_type = {name: file.tensors[called].ggml_type for name, (called, *_) in names.items()}
-    return {name: opened(names[name][0]) for name, kind in of_type.items() if kind == "Q8_0"}
+    called = {name: parts[0] for name, parts in names.items()}
+    return WeightSource(
+        spec=spec,
+        read=lambda called, rows: gguf.read_gguf_tensor(file, called, rows),
+        called=names,
+        files=file.parts,
+        notes=departures(file.metadata),
+        blocks={
+            name: opened(x) for name, x in called.items() if file.tensors[x].ggml_type == "Q8_0"
+        },
+    )
 
 
 def folder_source(
     folder: safetensors.Folder, spec: DecoderSpec, names: Mapping[str, Sequence[str]]
 ) -> WeightSource:
     """The tensors of a Hugging Face folder; `names` are those of which each one is made."""
-    less_one = spec.arch in hf_spec.NORMS_LESS_ONE
-
-    def tensor(name: str) -> np.ndarray:
-        parts = [safetensors.read_folder_tensor(folder, part) for part in names[name]]
-        x = tensor_from_hf(spec, name, parts)
-        # The norm behind the gated delta rule is as it is in every file.
-        is_less = less_one and is_norm(name) and not ssm.is_recurrent(name)
-        return x + np.float32(1) if is_less else x
-
-    def rows(name: str) -> Rows:
-        shape, stored = tensor_shape(spec, name), folder.places[names[name][0]].shape
-        if _is_stored_so(name) and stored == shape and len(shape) == 2:
-            called = names[name][0]
-            return lambda start, end: safetensors.read_folder_tensor(
-                folder, called, slice(start, end)
-            )
-        x = tensor(name)
-        check_shape(names[name], x.shape, shape)
-        flat = x.reshape(-1, x.shape[-1])
-        return lambda start, end: flat[start:end]
-
-    files = tuple(dict.fromkeys(folder.tensors[part] for many in names.values() for part in many))
+    files = dict.fromkeys(folder.tensors[part] for many in names.values() for part in many)
     return WeightSource(
         spec=spec,
-        tensor=tensor,
-        rows=rows,
+        read=lambda called, rows: safetensors.read_folder_tensor(folder, called, rows),
         called=names,
-        files=files,
-        notes=hf_latent.notes(folder.config, spec.experts),
+        files=tuple(files),
+        stored=folder.places,
+        notes=folder_notes(folder.config, spec),
     )
 
 
@@ -153,8 +144,3 @@ def check_shape(called: Sequence[str], found: tuple[int, ...], wanted: tuple[int
     if found != wanted:
         others = f" with {len(called) - 1} more" if len(called) > 1 else ""
         raise BadModelFile(f"tensor {called[0]!r}{others} has shape {found}, {wanted} wanted")
-
-
-def _is_stored_so(name: str) -> bool:
-    """Whether `tensor_from_hf` leaves a tensor as the folder has it."""
-    return not ssm.is_recurrent(name) and not expert_tensors.is_experts(name.split(".")[-2])

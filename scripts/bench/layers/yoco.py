@@ -17,7 +17,7 @@ from kvrt import CacheConfig, Runtime
 from kvrt.arrays import Array
 from kvrt.attention import Attend
 from kvrt_models.decoder import Decoder
-from kvrt_models.hf.spec import spec_from_config
+from kvrt_models.families.shared.registry import spec_from_config
 from kvrt_models.layers.tensors import weight_parts, weight_shape
 from scripts._lib import commands, measure, rounds
 

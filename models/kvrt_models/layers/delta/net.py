@@ -3,11 +3,12 @@
 Source: arXiv:2412.06464, sec. 3.4, and Qwen3-Next; arXiv:2510.26692, sec. 4, and Kimi-Linear.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+import numpy as np
 from jax import lax
 
 from kvrt.arrays import Array, Float
@@ -15,29 +16,19 @@ from kvrt.attention.contract import Attend, ChunkedStep, Inputs, State
 from kvrt_models.layers.delta.chunk import CHUNK, CHUNK_BY_CHANNEL, delta_chunk
 from kvrt_models.layers.delta.step import delta_step
 from kvrt_models.layers.linear import Linear, Matrix, rms_norm
-from kvrt_models.layers.mamba import Convolution
-from kvrt_models.layers.ssm import SsmSpec
+from kvrt_models.layers.mamba import RecurrentMixer
+from kvrt_models.layers.table import Add, decays, reshaped
+from kvrt_models.spec import SsmSpec
 
 # As in transformers, and in the kernels that models were trained with.
 _EPS = 1e-6
 
 
-class DeltaMixer(nnx.Module, pytree=False):
+class DeltaMixer(RecurrentMixer):
     """Matrix states of heads, several of which may share a query and a key.
 
     What makes decays and gates is each family's own.
     """
-
-    def __init__(self, of: SsmSpec, layer: int, weights: Mapping[str, Matrix], eps: float):
-        """Takes the weights `blk.{layer}.ssm_*`, see `kvrt_models.layers.ssm.ssm_tensor_names`."""
-        self.of, self.layer, self.eps = of, layer, eps
-        at = f"blk.{layer}.ssm_"
-        self.projection = Linear.named(weights, f"{at}in")
-        self.conv = Convolution.named(weights, f"{at}conv1d")
-        self.dt_bias = nnx.Param(weights[f"{at}dt.bias"])
-        self.decay = nnx.Param(weights[f"{at}a"])
-        self.norm = nnx.Param(weights[f"{at}norm.weight"])
-        self.out = Linear.named(weights, f"{at}out")
 
     def _read(self, attend: Attend, inputs: Inputs, size: int) -> Float[Array, "T H V"]:
         """What tokens read of the states, normed; at most `size` of them at once."""
@@ -80,7 +71,22 @@ class GatedDeltaNet(DeltaMixer):
     def __init__(self, of: SsmSpec, layer: int, weights: Mapping[str, Matrix], eps: float):
         """Takes `ssm_ba`, of what is written and what decays, beside what all mixers have."""
         super().__init__(of, layer, weights, eps)
-        self.gates = Linear.named(weights, f"blk.{layer}.ssm_ba")
+        self.gates = Linear.named(weights, f"{self.at}ba")
+
+    @staticmethod
+    def add_tensors(add: Add, of: SsmSpec, n_embd: int) -> None:
+        """Adds the tensors of a layer; a folder has the projections' parts key by key."""
+        at, n, heads = "linear_attn.", of.n_heads, of.d_inner // of.n_groups
+        sizes = (of.d_state, of.d_state, heads, heads)
+        make = functools.partial(_parts_together, of.n_groups, sizes)
+        add("ssm_in", f"{at}in_proj_qkvz", of.d_inner + of.n_conv, n_embd, make=make)
+        make = functools.partial(_parts_together, of.n_groups, (n // of.n_groups,) * 2)
+        add("ssm_ba", f"{at}in_proj_ba", 2 * n, n_embd, make=make)
+        add("ssm_conv1d", f"{at}conv1d", of.n_conv, of.d_conv)
+        add("ssm_dt", f"{at}dt_bias", n, ends=(".bias", ""))
+        add("ssm_a", f"{at}A_log", n, 1, ends=("", ""), make=decays)
+        add("ssm_norm", f"{at}norm", of.d_inner // n)
+        add("ssm_out", f"{at}out_proj", n_embd, of.d_inner)
 
     def __call__(self, h: Float[Array, "T E"], attend: Attend) -> Float[Array, "T E"]:
         """The layer's part of the residual stream."""
@@ -98,10 +104,24 @@ class KimiDelta(DeltaMixer):
     def __init__(self, of: SsmSpec, layer: int, weights: Mapping[str, Matrix], eps: float):
         """Takes `ssm_beta`, `ssm_f_*` of the decays and `ssm_g_*` of the gates beside those."""
         super().__init__(of, layer, weights, eps)
-        low = f"blk.{layer}.ssm_"
-        self.beta = Linear.named(weights, f"{low}beta")
-        self.f_a, self.f_b = (Linear.named(weights, f"{low}f_{x}") for x in "ab")
-        self.g_a, self.g_b = (Linear.named(weights, f"{low}g_{x}") for x in "ab")
+        self.beta = Linear.named(weights, f"{self.at}beta")
+        self.f_a, self.f_b = (Linear.named(weights, f"{self.at}f_{x}") for x in "ab")
+        self.g_a, self.g_b = (Linear.named(weights, f"{self.at}g_{x}") for x in "ab")
+
+    @staticmethod
+    def add_tensors(add: Add, of: SsmSpec, n_embd: int) -> None:
+        """Adds the tensors of a layer; decays and gates come through the channels of one head."""
+        at, n, n_low = "self_attn.", of.n_heads, of.d_inner // of.n_heads
+        add("ssm_in", [f"{at}{x}_proj" for x in "qkv"], of.n_conv, n_embd)
+        add("ssm_conv1d", [f"{at}{x}_conv1d" for x in "qkv"], of.n_conv, of.d_conv)
+        for x in "fg":
+            add(f"ssm_{x}_a", f"{at}{x}_a_proj", n_low, n_embd)
+            add(f"ssm_{x}_b", f"{at}{x}_b_proj", of.d_inner, n_low)
+        add("ssm_beta", f"{at}b_proj", n, n_embd)
+        add("ssm_dt", f"{at}dt_bias", of.d_inner, ends=(".bias", ""))
+        add("ssm_a", f"{at}A_log", n, 1, ends=("", ""), make=decays)
+        add("ssm_norm", f"{at}o_norm", n_low)
+        add("ssm_out", f"{at}o_proj", n_embd, of.d_inner)
 
     def __call__(self, h: Float[Array, "T E"], attend: Attend) -> Float[Array, "T E"]:
         """The layer's part of the residual stream."""
@@ -112,3 +132,15 @@ class KimiDelta(DeltaMixer):
         y = self._read(attend, inputs, CHUNK_BY_CHANNEL)
         y = y * jax.nn.sigmoid(self.g_b(self.g_a(h))).reshape(y.shape)
         return self.out(y.reshape(n, -1))
+
+
+def _parts_together(
+    n_groups: int, sizes: tuple[int, ...], found: Sequence[np.ndarray], shape: tuple[int, ...]
+) -> np.ndarray:
+    """All queries first, then all keys and so on, of what stands side by side for each key."""
+    x = reshaped(found, shape)
+    if x.shape != shape:
+        return x
+    by_key = x.reshape(n_groups, -1, x.shape[1])
+    split = np.split(by_key, np.cumsum(sizes)[:-1], axis=1)
+    return np.concatenate([part.reshape(-1, x.shape[1]) for part in split])

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from kvrt.arrays import Array, Float
-from kvrt_models.layers.gemma.sizes import AltUp
 from kvrt_models.layers.linear import Linear, Matrix, rms_norm
-from kvrt_models.spec import DecoderSpec
+from kvrt_models.layers.table import Layer
+from kvrt_models.spec import AltUp, DecoderSpec
 
 # Of the least size of a stream that is made as long as the first.
 _LEAST = 1e-5
@@ -54,6 +54,17 @@ class AlternatingUpdate(nnx.Module, pytree=False):
         self.correction = Linear.named(weights, f"{at}altup_correct_coef")
         self.scale = nnx.Param(weights[f"{at}altup_correct_scale.weight"])
 
+    @staticmethod
+    def add_tensors(layer: Layer, of: AltUp, n_embd: int) -> None:
+        """Adds the tensors of a layer."""
+        n = of.n_streams
+        layer.add("altup_router", "altup.modality_router", n, n_embd)
+        layer.add("altup_router_norm", "altup.router_norm", n_embd)
+        layer.add("altup_predict_coef", "altup.prediction_coefs", n * n, n)
+        layer.add("altup_correct_coef", "altup.correction_coefs", n, n)
+        called = "altup.correct_output_scale"
+        layer.add("altup_correct_scale", called, n_embd, ends=(".weight", ""))
+
     def predict(self, streams: Float[Array, "T S*E"]) -> Float[Array, "S T E"]:
         """The streams as they are expected behind the layer."""
         n = self.of.n_streams
@@ -87,6 +98,13 @@ class LowRankResidual(nnx.Module, pytree=False):
         self.left = Linear.named(weights, f"{at}laurel_l")
         self.right = Linear.named(weights, f"{at}laurel_r")
         self.norm = nnx.Param(weights[f"{at}laurel_post_norm.weight"])
+
+    @staticmethod
+    def add_tensors(layer: Layer, rank: int, n_embd: int) -> None:
+        """Adds the tensors of a layer."""
+        layer.add("laurel_l", "laurel.linear_left", rank, n_embd)
+        layer.add("laurel_r", "laurel.linear_right", n_embd, rank)
+        layer.add("laurel_post_norm", "laurel.post_laurel_norm", n_embd)
 
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
         """Of the normed stream."""

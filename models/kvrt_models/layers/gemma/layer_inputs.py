@@ -8,7 +8,8 @@ from flax import nnx
 
 from kvrt.arrays import Array, Float, Int
 from kvrt_models.layers.linear import Linear, Matrix, embed, rms_norm
-from kvrt_models.spec import DecoderSpec
+from kvrt_models.layers.table import Layer
+from kvrt_models.spec import DecoderSpec, LayerInputs
 
 
 class LayerEmbedding(nnx.Module, pytree=False):
@@ -45,6 +46,13 @@ class LayerGate(nnx.Module, pytree=False):
         self.gate = Linear.named(weights, f"{at}inp_gate")
         self.projection = Linear.named(weights, f"{at}proj")
         self.norm = nnx.Param(weights[f"{at}post_norm.weight"])
+
+    @staticmethod
+    def add_tensors(layer: Layer, of: LayerInputs, n_embd: int) -> None:
+        """Adds the tensors of a layer."""
+        layer.add("inp_gate", "per_layer_input_gate", of.width, n_embd)
+        layer.add("proj", "per_layer_projection", n_embd, of.width)
+        layer.add("post_norm", "post_per_layer_input_norm", n_embd)
 
     def __call__(self, x: Float[Array, "T E"], given: Float[Array, "T W"]) -> Float[Array, "T E"]:
         """What is added; `given` is the layer's own input."""

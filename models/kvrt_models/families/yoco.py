@@ -8,16 +8,15 @@ and `self_attn.g_proj` and `gt_proj` beside those of the first half where that h
 from typing import Any
 
 from kvrt.errors import BadModelFile, UnsupportedModel
-from kvrt_models import spec
+from kvrt_models.families.shared.family import Family
+from kvrt_models.families.shared.rope import make_rope
 from kvrt_models.header import REMEDY, Header, brief
-from kvrt_models.layers.ssm import SsmSpec
-from kvrt_models.spec import Layers
+from kvrt_models.spec import Layers, SsmSpec
 
-ARCH = "yoco"
 _WINDOWED, _RETENTION = "sliding_window", "gated_retention"
 
 
-def yoco(keys: Header, arch: str, n_layers: int, head_dim: int) -> dict[str, Any]:
+def _yoco(keys: Header, n_layers: int, head_dim: int) -> dict[str, Any]:
     """The first half sees a window, the second what a layer between them keeps of all tokens.
 
     With `self_decoder` "gated_retention" the first half keeps states instead.
@@ -28,25 +27,24 @@ def yoco(keys: Header, arch: str, n_layers: int, head_dim: int) -> dict[str, Any
 
     Source: arXiv:2405.05254, sec. 2.
     """
-    keys.only("hidden_act", "silu", "swish")
     if n_layers % 2:
         raise BadModelFile(
-            f"the model's header names {n_layers} layers of {arch}, of which one half reads what "
-            f"the other makes; their number must be even; {REMEDY}"
+            f"the model's header names {n_layers} layers of {keys.arch}, of which one half reads "
+            f"what the other makes; their number must be even; {REMEDY}"
         )
     half, self_decoder = n_layers // 2, keys.text("self_decoder", _WINDOWED)
     if self_decoder not in (_WINDOWED, _RETENTION):
         raise UnsupportedModel(
-            f"self_decoder {brief(self_decoder)} is not supported in {arch}; only {_WINDOWED} and "
-            f"{_RETENTION}"
+            f"self_decoder {brief(self_decoder)} is not supported in {keys.arch}; only {_WINDOWED} "
+            f"and {_RETENTION}"
         )
-    rope = spec.make_rope(n_rot=head_dim, base=_rope_base(keys, head_dim), layout="norm")
+    rope = make_rope(n_rot=head_dim, base=_rope_base(keys, head_dim), layout="norm")
     first, readers = tuple(range(half)), tuple((i, half) for i in range(half + 1, n_layers + 1))
-    layers, ssm = [Layers(ids=(half,), kv_of=readers, rope=rope)], None
+    layers, ssm = [Layers(layers=(half,), kv_of=readers, rope=rope)], None
     if self_decoder == _RETENTION:
         ssm = _retention(keys, first, head_dim)
     else:
-        layers = [Layers(ids=first, rope=rope, window=keys.whole("sliding_window")), *layers]
+        layers = [Layers(layers=first, rope=rope, window=keys.whole("sliding_window")), *layers]
     return dict(
         layers=layers,
         ssm=ssm,
@@ -76,3 +74,6 @@ def _rope_base(keys: Header, head_dim: int) -> float:
     """
     n = head_dim // 2
     return keys.number("rope_theta", 1e4) ** (n / max(n - 1, 1))
+
+
+FAMILIES = (Family(read=_yoco, hf="yoco"),)

@@ -1,54 +1,39 @@
-"""Gemma 3n's text model from a Hugging Face config.json, as transformers reads it."""
+"""Gemma 3n's text model: streams beside each other, and layers that read the keys of others."""
 
 import statistics
 from typing import Any
 
-from kvrt.errors import BadModelFile, UnsupportedModel
-from kvrt_models import spec
+from kvrt.errors import BadModelFile
+from kvrt_models.families.gemma import ACTIVATION, gemma3_ropes
+from kvrt_models.families.gemma4 import USUAL, own_layers
+from kvrt_models.families.shared.family import Family
+from kvrt_models.families.shared.kinds import FULL, WINDOWED, windows
 from kvrt_models.header import REMEDY, Header, brief
-from kvrt_models.hf.gemma.gemma4 import own_layers
-from kvrt_models.hf.hybrid import (
-    FULL,
-    WINDOWED,
-    bad_list,
-    gemma3_ropes,
-    layer_kinds,
-    periodic,
-    window_of,
-)
-from kvrt_models.layers.gemma.sizes import AltUp, LayerInputs
-from kvrt_models.spec import Layers
+from kvrt_models.spec import AltUp, LayerInputs, Layers, gemma
 
-ARCH = "gemma3n_text"
 _MAX_STREAMS = 64
 # Layers that set most of their gates to zero, and how many of each of them, where a file is silent.
 _SPARSE, _SPARSITY = 10, 0.95
 
 
-def gemma3n(keys: Header, arch: str, n_layers: int, head_dim: int) -> dict[str, Any]:
+def _gemma3n(keys: Header, n_layers: int, head_dim: int) -> dict[str, Any]:
     """Streams beside each other, windowed and full layers, of which the last read others' keys.
 
     Raises:
       BadModelFile: sizes contradict each other.
     """
-    keys.only("hidden_activation", "gelu_pytorch_tanh")
-    keys.only("attention_bias", False)
-    kinds = layer_kinds(keys, arch, periodic(5, n_layers))
-    n_shared = keys.whole("num_kv_shared_layers", 15, least=0, most=n_layers)
-    windowed, full = (own_layers(kinds, kind, n_layers - n_shared) for kind in (WINDOWED, FULL))
+    *kinds, window = windows(keys, n_layers, 5)
+    n_own = n_layers - keys.whole("num_kv_shared_layers", 15, least=0, most=n_layers)
+    windowed, full = (
+        own_layers(ids, kind, n_own) for ids, kind in zip(kinds, (WINDOWED, FULL), strict=True)
+    )
     near, far = gemma3_ropes(keys, head_dim)
     return dict(
         layers=[
-            Layers(
-                ids=windowed[0],
-                kv_of=windowed[1],
-                rope=near,
-                window=window_of(keys, windowed[0], 512),
-            ),
-            Layers(ids=full[0], kv_of=full[1], rope=far),
+            Layers(layers=windowed[0], kv_of=windowed[1], rope=near, window=window),
+            Layers(layers=full[0], kv_of=full[1], rope=far),
         ],
         scale=1.0,
-        qk_norm=True,
         unit_v_norm=True,
         layer_inputs=LayerInputs(
             width=keys.whole("hidden_size_per_layer_input", 256),
@@ -57,10 +42,7 @@ def gemma3n(keys: Header, arch: str, n_layers: int, head_dim: int) -> dict[str, 
         altup=_altup(keys),
         laurel_rank=keys.whole("laurel_rank", 64),
         ffn_cutoffs=_cutoffs(keys, n_layers),
-        tied=keys.flag("tie_word_embeddings", True),
-        **spec.gemma(
-            keys.whole("hidden_size"), keys.number("final_logit_softcapping", 30.0, zero=True)
-        ),
+        **gemma(keys.whole("hidden_size"), keys.number("final_logit_softcapping", 30.0, zero=True)),
     )
 
 
@@ -71,22 +53,6 @@ def _altup(keys: Header) -> AltUp:
         active=keys.whole("altup_active_idx", 0, least=0, most=n - 1),
         scaled=keys.flag("altup_correct_scale", True),
     )
-
-
-def one_width(keys: Header) -> Header:
-    """The header with one width of all feed-forward layers, where it has a list.
-
-    Raises:
-      UnsupportedModel: they have several.
-    """
-    found = keys.values.get("intermediate_size")
-    if not isinstance(found, list) or not found:
-        return keys
-    if any(x != found[0] for x in found):
-        raise UnsupportedModel(
-            f"'intermediate_size' {brief(found)} is not supported; all layers have one width"
-        )
-    return Header({**keys.values, "intermediate_size": found[0]})
 
 
 def _cutoffs(keys: Header, n_layers: int) -> tuple[float | None, ...]:
@@ -101,7 +67,7 @@ def _cutoffs(keys: Header, n_layers: int) -> tuple[float | None, ...]:
         found = [_SPARSITY] * n + [0.0] * (n_layers - n)
     found = [found] * n_layers if isinstance(found, float | int) else found
     if not isinstance(found, list) or len(found) != n_layers:
-        raise bad_list("activation_sparsity_pattern", found, f"a list of {n_layers} shares")
+        raise keys.bad("activation_sparsity_pattern", found, f"a list of {n_layers} shares")
     if any(type(x) not in (int, float) or not 0 <= x < 1 for x in found):
         raise BadModelFile(
             f"'activation_sparsity_pattern' is {brief(found)}; shares of gates that are zero are "
@@ -109,3 +75,16 @@ def _cutoffs(keys: Header, n_layers: int) -> tuple[float | None, ...]:
         )
     normal = statistics.NormalDist()
     return tuple(normal.inv_cdf(x) if x > 0 else None for x in found)
+
+
+FAMILIES = (
+    Family(
+        read=_gemma3n,
+        hf="gemma3n_text",
+        pictures="gemma3n",
+        usual=USUAL,
+        activation=ACTIVATION,
+        bias="none",
+        qk_norm=True,
+    ),
+)

@@ -1,0 +1,1 @@
+"""What families share: the reading of headers, rotations, kinds of layers, and the registry."""

@@ -1,1 +1,0 @@
-"""Gemma 3n and 4, whose layers differ in more than a window."""
