@@ -121,6 +121,11 @@ def test_plain(known, runtime, case, is_greedy):
     worst = max(difference(x, case, "logits", i) for i, x in enumerate(logits))
     print(f"largest difference {worst:.1e}")
     assert worst < known.tolerance
+    # And once more behind a rewind: rows of windows that slid are those that they were.
+    n_again = 20
+    runtime.seq_rm(0, len(case["tokens"]) - n_again)
+    again = runtime.append(case["tokens"][-n_again:].tolist())
+    assert float(np.abs(np.asarray(again)[-1] - np.asarray(logits)[-1]).max()) < 1e-3
     assert is_greedy(runtime, case)
 
 
@@ -200,6 +205,7 @@ def test_gap(known, runtime, case):
     assert worst < known.tolerance
 
 
+@pytest.mark.full
 def test_small_windows_equal_full_ones():
     """More tokens than windows hold, and a rewind: rows were used again, and nobody can tell."""
     known = GEMMA3

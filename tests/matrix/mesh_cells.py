@@ -6,6 +6,7 @@ Prints a JSON object of kind, text and error a cell; JAX takes the number of dev
 """
 
 import dataclasses
+import gc
 import json
 import sys
 
@@ -16,6 +17,7 @@ from tests.matrix.history import outcome
 
 
 def main() -> None:
+    gc.set_threshold(50_000, 20, 20)  # as in conftest.py
     jax.config.update("jax_disable_most_optimizations", True)
     for name in sys.argv[1:]:
         found = outcome(Cell(*name.split("-")))

@@ -5,6 +5,7 @@ Run by `test_mesh.py`; JAX takes the number of simulated devices from the enviro
 
 import dataclasses
 import functools
+import gc
 import json
 import re
 import sys
@@ -424,6 +425,7 @@ CASES = {
 
 
 def main(names):
+    gc.set_threshold(50_000, 20, 20)  # as in conftest.py
     for name in names or CASES:
         # Bits and bytes are of programs as users get them; the others need no optimisation.
         jax.config.update("jax_disable_most_optimizations", name not in ("programs", "bits"))

@@ -117,7 +117,7 @@ def kinded(options):
 
 
 # The matrix has all of them in both ways, one layer a program.
-OF_CI = {"kivi4", "checkpoints"}
+OF_CI = {"checkpoints"}
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_both_ways_give_the_same(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layers", ["produced", full("shared"), full("latent"), "indexed", full("full+chunked")]
+    "layers", [*map(full, ("produced", "shared", "latent", "indexed", "full+chunked"))]
 )
 def test_layers_that_read_others_do_so_across_programs(layers):
     alike(*both(PlainModel(layers, has_front=True), type_k="f32", type_v="f32"))

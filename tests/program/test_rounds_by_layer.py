@@ -75,7 +75,7 @@ QUICK = ("full", "recurrent")
 
 # Masks, frames of keys and types that the matrix has by layer, and mixtures of the others.
 OF_SOAK = {"rolling", "chunked", "read", "int8", "shared", "state space"}
-OF_SOAK |= {"paper", "paper, rotated"}
+OF_SOAK |= {"paper", "paper, rotated", "yoco"}
 
 
 def few(names, quick):

@@ -16,7 +16,7 @@ from kvrt.session.change import edit
 from kvrt.session.interop import llama_read, llama_write, mlx_write
 from kvrt.store.kv import kv_bytes
 from tests.latentlm import RANK, ROPE, SCALE, LatentLm, Plain
-from tests.marks import slow
+from tests.marks import full, slow
 from tests.runtime.alongside import TEXT, read, run_history
 
 WINDOW = MaskSpec(kind="window", size=9)
@@ -51,7 +51,7 @@ def runtime(name, **options):
     ("name", "rope"),
     [
         ("norm", "write"),
-        slow("norm", "read"),
+        full("norm", "read"),  # the matrix has it
         slow("neox", "write"),
         slow("no positions", "write"),
         slow("no positions", "read"),
@@ -142,7 +142,7 @@ def test_a_session_has_each_number_once(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hadamard", [False, True])
+@pytest.mark.parametrize("hadamard", [full(False), True])
 def test_quantized_latents_convert_and_read(tmp_path, hadamard):
     """Coarsely: the matrix has each KV dtype number by number."""
     options = {"type_k": "int8", "type_v": "int8", "hadamard": hadamard}

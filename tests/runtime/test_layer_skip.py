@@ -86,7 +86,7 @@ def test_text_and_cache_are_those_of_plain_decoding(kind):
         full({"rope": "read"}),
         {"rope": "read", "type_k": "int8"},
         full({"hadamard": True, "type_k": "int8", "type_v": "q8_0"}),
-        {"attention": "reference"},
+        full({"attention": "reference"}),  # test_speculation.py has rounds of it
     ],
     ids=str,
 )

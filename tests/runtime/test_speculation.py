@@ -60,6 +60,8 @@ MIXED = {
     "heads of 32",
     "hybrid with a window",
     "shared windows",
+    # By layer in tests/program/test_rounds_by_layer.py.
+    *("latent", "delta"),
 }
 EACH = [k if k in QUICK else (full if k in MIXED else slow)(k) for k in KINDS]
 
@@ -169,7 +171,7 @@ def test_quantized_keys_are_those_of_plain_decoding(dtype):
     "options",
     [
         full({"rope": "read"}),
-        {"rope": "read", "type_k": "int8"},
+        full({"rope": "read", "type_k": "int8"}),  # the matrix has rounds of both
         {"hadamard": True, "type_k": "int8", "type_v": "q8_0"},
         {"attention": "reference", "type_k": "f16", "type_v": "f16"},
     ],

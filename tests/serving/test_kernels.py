@@ -29,12 +29,6 @@ def generated(attention):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", [GPU, TPU])
-def test_a_generation_is_what_the_loop_in_xla_gives(attention):
-    assert generated(attention) == generated("chunked")
-
-
-@pytest.mark.slow
 def test_requests_in_company_get_the_same_tokens():
     asked = [ask(i, range(2 + i, 9 + 3 * i), n_predict=5) for i in range(2)]
     sizes = dict(n_ctx=64, n_ubatch=8)

@@ -28,6 +28,8 @@ def checked(engine, name, tokens, n_predict=3):
     return text, n_cached
 
 
+# CI has hits and tiers of latents in the matrix.
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["paged", "cell"])
 def test_requests_and_hits_are_those_of_the_plain_form(mode):
     engine = engines.make("latent", mode)
@@ -43,6 +45,7 @@ def test_a_block_has_each_number_once():
     assert (store.head_dim, store.head_dim_v, store.n_buffers) == (ROPE, RANK, 1)
 
 
+@pytest.mark.full
 def test_blocks_come_back_from_a_tier():
     engine = engines.make(
         "latent", "paged", tiers=TierConfig(host_bytes=1 << 20, always=True), n_ctx=64

@@ -26,7 +26,9 @@ def checked(engine, name, tokens, n_predict=3):
     return text, n_cached
 
 
+# CI has hits and tiers of shared layers in the matrix.
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["paged", "cell"])
 def test_requests_and_hits_are_those_of_a_dense_model(mode):
     engine = engines.make("shared", mode)
@@ -45,6 +47,7 @@ def test_pools_have_blocks_of_what_is_kept():
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_blocks_come_back_from_a_tier():
     engine = engines.make(
         "shared", "paged", tiers=TierConfig(host_bytes=1 << 20, always=True), n_ctx=64
