@@ -15,7 +15,6 @@ KeyDtype = Literal[KVDtype, ChannelDtype]
 KeyDtypes = KeyDtype | Literal["auto"] | tuple[KeyDtype, ...]
 
 FLOAT_DTYPES: dict[str, str] = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
-_FLOAT_BYTES: dict[str, int] = {"f32": 4, "bf16": 2, "f16": 2}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,29 +118,6 @@ def portable_dtypes(dtypes: KeyDtypes) -> KVDtypes:
         return portable_dtype(dtypes)
     found: tuple[KVDtype, ...] = tuple(portable_dtype(t) for t in dtypes)
     return found
-
-
-def head_bytes(kv_dtype: KeyDtype, head_dim: int) -> int:
-    """Bytes of a key or value of one head, with its part of scales, without the tail.
-
-    Raises:
-      BadConfig: the codec's groups do not fill a head.
-    """
-    codec = CODECS.get(kv_dtype) or CHANNEL_CODECS.get(kv_dtype)
-    if codec is None:
-        return head_dim * _FLOAT_BYTES[kv_dtype]
-    n_bytes, n_groups = codec.sizes(head_dim)
-    n_scales = n_groups * (2 if codec.affine else 1)
-    return n_bytes + -(-n_scales * _FLOAT_BYTES[codec.scale] // codec.cells)
-
-
-def tail_bytes(kv_dtype: KeyDtype, head_dim: int, n_seq_max: int, run: int = 0) -> int:
-    """Bytes of the float16 tail of one head of a layer, for all sequences; 0 without a tail."""
-    codec = CHANNEL_CODECS.get(kv_dtype)
-    if codec is None:
-        return 0
-    n = n_tail_groups(kv_dtype, n_seq_max, run)
-    return n * codec.cells * head_dim * _FLOAT_BYTES[portable_dtype(kv_dtype)]
 
 
 def n_tail_groups(kv_dtype: KeyDtype, n_seq_max: int, run: int = 0) -> int:

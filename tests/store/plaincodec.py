@@ -11,6 +11,21 @@ KINDS = {
 }
 
 
+# Bytes of a number, and bits of keys by channel with a scale and zero point for 32 cells.
+FLOATS = {"f32": 4, "bf16": 2, "f16": 2}
+BY_CHANNEL = {"kivi4": 4 + 1, "kivi2": 2 + 1}
+
+
+def head_bytes(name, dim):
+    """Bytes of a key or value of one head, with its part of scales."""
+    if name in FLOATS:
+        return dim * FLOATS[name]
+    if name in BY_CHANNEL:
+        return dim * BY_CHANNEL[name] // 8
+    bits, size, affine, dtype = KINDS[name]
+    return dim * bits // 8 + dim // (size or dim) * (1 + affine) * np.dtype(dtype).itemsize
+
+
 def encoded(x, name):
     """Bytes of codes, scales and minima of rows [..., D]."""
     bits, size, affine, dtype = KINDS[name]

@@ -10,12 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrt import CacheConfig, GroupSpec
+from kvrt.arrays import array_bytes
 from kvrt.errors import BadConfig
-from kvrt.kv_types import CODECS, FLOAT_DTYPES, head_bytes
+from kvrt.kv_types import CODECS, FLOAT_DTYPES
 from kvrt.sizes import store_spec
 from kvrt.store import blocks, codec
 from kvrt.store import kv as kv_store
 from tests.store import plaincodec
+from tests.store.plaincodec import head_bytes
 
 H, D, B, N_CTX = 2, 64, 8, 100
 N_ROWS = 104
@@ -124,7 +126,7 @@ def test_errors_are_within_half_a_step(name):
 @pytest.mark.parametrize("name", ["q8_0", "int4", "int2"])
 def test_heads_that_groups_do_not_fill_are_refused(name):
     with pytest.raises(BadConfig, match="do not fill a head of 48; choose int8, or a float type"):
-        head_bytes(name, 48)
+        codec.zeros(name, (48,), 0)
 
 
 # --- in a store -----------------------------------------------------------------------------------
@@ -139,8 +141,8 @@ def empty(type_k, type_v):
 def test_a_store_takes_the_bytes_that_its_types_say(types):
     store = empty(*types)
     assert kv_store.n_cells(store) == N_ROWS
-    assert kv_store.kv_bytes(store) == 2 * H * N_ROWS * sum(head_bytes(t, D) for t in types)
-    assert kv_store.kv_bytes(store) == sum(x.nbytes for x in jax.tree.leaves(store))
+    assert array_bytes(store) == 2 * H * N_ROWS * sum(head_bytes(t, D) for t in types)
+    assert array_bytes(store) == sum(x.nbytes for x in jax.tree.leaves(store))
     assert (
         head_bytes("q8_0", 32) == 34
         and head_bytes("int4", 32) == 20
