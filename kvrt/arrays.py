@@ -8,9 +8,10 @@ dim, N block, B cell in a block, W mask words a cell, R output rows, V vocabular
 """
 
 import dataclasses
+import math
 import sys
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
@@ -46,6 +47,8 @@ __all__ = [
     "TokenIds",
     "UInt8",
     "UInt32",
+    "array_bytes",
+    "bytes_of",
     "is_host",
     "namespace",
     "put",
@@ -67,6 +70,20 @@ def state(cls: type) -> Any:
 
     cls = dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls)
     return typing.no_type_check(jax.tree_util.register_dataclass(cls))
+
+
+def array_bytes(tree: Any) -> int:
+    """Bytes of all arrays of a pytree, or of what shapes stand for."""
+    import jax
+
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def bytes_of(create: Callable[[], Any]) -> int:
+    """Bytes of the arrays that a function would create; none is."""
+    import jax
+
+    return array_bytes(jax.eval_shape(create))
 
 
 def namespace(x: AnyArray) -> Any:

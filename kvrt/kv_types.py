@@ -6,7 +6,7 @@ from typing import Literal
 from kvrt.errors import BadConfig
 
 FloatType = Literal["f32", "bf16", "f16"]
-KVDtype = Literal["f32", "bf16", "f16", "int8", "q8_0", "int4", "int2"]
+KVDtype = Literal["f32", "bf16", "f16", "fp8", "int8", "q8_0", "int4", "int2"]
 # Of all groups of layers, or of each; "auto" is that of the platform, `default_kv_dtype`.
 KVDtypes = KVDtype | Literal["auto"] | tuple[KVDtype, ...]
 # Keys alone may also be quantized by channel, several cells together.
@@ -15,15 +15,16 @@ KeyDtype = Literal[KVDtype, ChannelDtype]
 KeyDtypes = KeyDtype | Literal["auto"] | tuple[KeyDtype, ...]
 
 FLOAT_DTYPES: dict[str, str] = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
-_FLOAT_BYTES: dict[str, int] = {"f32": 4, "bf16": 2, "f16": 2}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Codec:
-    """How a key or value of one head is quantized to integers of a few bits.
+    """How a key or value of one head is quantized to integers of a few bits, or to floats of 8.
 
     Attributes:
       bits: of an integer, 8, 4 or 2; those below 8 are packed side by side in bytes.
+      floating: floats with four bits of exponent and three of mantissa (e4m3), kept as their bits,
+        in place of integers.
       group: channels that share a scale; None is all of a head.
       affine: a group has a zero point, its least value, from which its integers count; else they
         are signed.
@@ -36,10 +37,13 @@ class Codec:
     affine: bool
     scale: FloatType
     cells: int = 1
+    floating: bool = False
 
     @property
     def top(self) -> int:
-        """The greatest integer."""
+        """The greatest integer or float."""
+        if self.floating:
+            return 448
         return 2**self.bits - 1 if self.affine else 2 ** (self.bits - 1) - 1
 
     @property
@@ -63,6 +67,7 @@ class Codec:
 
 
 CODECS: dict[str, Codec] = {
+    "fp8": Codec(bits=8, group=None, affine=False, scale="f32", floating=True),
     "int8": Codec(bits=8, group=None, affine=False, scale="f32"),
     "q8_0": Codec(bits=8, group=32, affine=False, scale="f16"),
     "int4": Codec(bits=4, group=32, affine=True, scale="f16"),
@@ -119,29 +124,6 @@ def portable_dtypes(dtypes: KeyDtypes) -> KVDtypes:
         return portable_dtype(dtypes)
     found: tuple[KVDtype, ...] = tuple(portable_dtype(t) for t in dtypes)
     return found
-
-
-def head_bytes(kv_dtype: KeyDtype, head_dim: int) -> int:
-    """Bytes of a key or value of one head, with its part of scales, without the tail.
-
-    Raises:
-      BadConfig: the codec's groups do not fill a head.
-    """
-    codec = CODECS.get(kv_dtype) or CHANNEL_CODECS.get(kv_dtype)
-    if codec is None:
-        return head_dim * _FLOAT_BYTES[kv_dtype]
-    n_bytes, n_groups = codec.sizes(head_dim)
-    n_scales = n_groups * (2 if codec.affine else 1)
-    return n_bytes + -(-n_scales * _FLOAT_BYTES[codec.scale] // codec.cells)
-
-
-def tail_bytes(kv_dtype: KeyDtype, head_dim: int, n_seq_max: int, run: int = 0) -> int:
-    """Bytes of the float16 tail of one head of a layer, for all sequences; 0 without a tail."""
-    codec = CHANNEL_CODECS.get(kv_dtype)
-    if codec is None:
-        return 0
-    n = n_tail_groups(kv_dtype, n_seq_max, run)
-    return n * codec.cells * head_dim * _FLOAT_BYTES[portable_dtype(kv_dtype)]
 
 
 def n_tail_groups(kv_dtype: KeyDtype, n_seq_max: int, run: int = 0) -> int:

@@ -7,7 +7,7 @@ from typing import Literal, TypeVar
 
 from kvrt.config import CacheConfig, GroupSpec
 from kvrt.errors import BadConfig
-from kvrt.kv_types import KeyDtype, KVDtype, n_tail_groups, tail_bytes
+from kvrt.kv_types import KeyDtype, KVDtype
 
 Type = TypeVar("Type", KVDtype, KeyDtype)
 
@@ -132,15 +132,6 @@ def store_specs(
 def store_spec(group: GroupSpec, config: CacheConfig) -> StoreSpec:
     """The arrays of a model's only group."""
     return store_specs((group,), config)[0]
-
-
-def tails_bytes(spec: StoreSpec) -> int:
-    """Bytes of the float16 tails of all arrays of a store, and of what says whose they are."""
-    n = n_tail_groups(spec.type_k, spec.n_seq_max, spec.run)
-    each = tail_bytes(spec.type_k, spec.head_dim, spec.n_seq_max, spec.run)
-    # Each device has one for the cells that it holds.
-    n_tails = spec.n_buffers * spec.extent.n_shards
-    return n_tails * (spec.n_kv_heads * each + 2 * 4 * n)
 
 
 def types_of(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Sequence
 
 from kvrt.errors import BadConfig
@@ -14,16 +13,6 @@ class StateArray:
 
     shape: tuple[int, ...]
     dtype: str = "float32"
-
-    @property
-    def n_bytes(self) -> int:
-        """What it takes; exact at any size."""
-        return math.prod(self.shape) * int(self.dtype.lstrip("abcdefghijklmnopqrstuvwxyz")) // 8
-
-
-def bytes_of_states(arrays: Sequence[Sequence[StateArray]]) -> int:
-    """Bytes of one state of all layers."""
-    return sum(x.n_bytes for layer in arrays for x in layer)
 
 
 def check_state(

@@ -17,7 +17,8 @@ ORDER = """
     sizes
     files jax_settings
     exclusive
-    cells store paged drafts
+    cells store drafts
+    paged
     attention
     upkeep
     policies

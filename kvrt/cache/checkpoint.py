@@ -26,6 +26,7 @@ from kvrt.program.device import Device
 from kvrt.session import kv_arrays
 from kvrt.session.snapshot import CheckpointPart, TailPart
 from kvrt.store import kv as kv_store
+from kvrt.store import recurrent
 from kvrt.store.codec import AnyKVArray
 from kvrt.store.recurrent import OneState
 
@@ -64,11 +65,8 @@ class ContextCheckpoints:
         every = config.checkpoint_interval
         self.interval = config.n_ubatch if every is None else every
         self.limits = CheckpointLimits(n_most=config.n_checkpoints, n_bytes=config.checkpoint_bytes)
-        self._cell_bytes = [_cell_bytes(device, i) for i in range(len(host.groups))]
-        states = device.cache.states
-        self._state_bytes = (
-            sum(x.nbytes // len(x) for x in jax.tree.leaves(states)) if states else 0
-        )
+        self._cell_bytes = [kv_store.cell_bytes(x) for x in device.layout.stores]
+        self._state_bytes = recurrent.bytes_of_one(device.layout.recurrent)
         whole = [x.group.mask.size * n for x, n in zip(host.groups, self._cell_bytes, strict=True)]
         one = self._state_bytes + sum(
             n for n, x in zip(whole, host.groups, strict=True) if x.group.rolls
@@ -213,9 +211,3 @@ def _whole(kv: AnyKVArray, n: int) -> AnyKVArray:
         return jnp.asarray(np.pad(np.asarray(x), rest))
 
     return jax.tree.map(padded, kv)
-
-
-def _cell_bytes(device: Device, group: int) -> int:
-    """Bytes of the keys and values of one cell in every layer of a group."""
-    one = jax.eval_shape(kv_store.take_kv, device.cache.stores[group], np.zeros(1, np.int32))
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(one))

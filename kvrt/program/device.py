@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvrt.arrays import Array, Bool, Float
+from kvrt.arrays import Array, Bool, Float, array_bytes
 from kvrt.attention.choice import choose
 from kvrt.attention.choice.cases import cases_of
 from kvrt.attention.choice.decide import AttentionChoice, among_processes
 from kvrt.attention.contract import Decoder
-from kvrt.attention.select.labels import label_bytes
 from kvrt.cellcache.host_cells import Where
 from kvrt.cells import Cells, lengthened
 from kvrt.cells.slots import Places, one_sequence, pad
@@ -106,10 +105,8 @@ class Device:
     @functools.cached_property
     def n_bytes(self) -> int:
         """Bytes of all keys, values, states and labels."""
-        states = self.cache.states
-        n_bytes = recurrent.state_bytes(states) if states else 0
-        n_bytes += label_bytes(self.cache.labels or ())
-        return n_bytes + sum(map(kv_store.kv_bytes, self.cache.stores))
+        kept = self.cache.stores, self.cache.states, self.cache.labels
+        return array_bytes(kept)
 
     # --- steps ---------------------------------------------------------------------------------
 

@@ -4,20 +4,27 @@ Nothing is allocated; what is then made from the same config takes these bytes.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from kvrt.attention.select.labels import layer_label_bytes
+import jax
+
+from kvrt.arrays import array_bytes
 from kvrt.cells.cells import mask_words
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
-from kvrt.kv_types import KeyDtype, KVDtype, any_by_channel, head_bytes
+from kvrt.kv_types import any_by_channel
 from kvrt.paged.layout.checkpoints import checkpoint_bytes, with_checkpoints
 from kvrt.paged.layout.groups import Grouping, LayerCache, group_layers, layer_caches
 from kvrt.paged.layout.sizing import for_tokens, greatest, most_blocks
 from kvrt.paged.layout.spec import PagedPlan
 from kvrt.paged.layout.unified import unify
-from kvrt.program.layout import paged_layout
-from kvrt.sizes import Extent, StoreSpec, extent, pool_extent, store_specs, tails_bytes, types_of
-from kvrt.state_arrays import bytes_of_states
+from kvrt.program.layout import Layout, cell_layout, paged_layout
+from kvrt.program.step import kept_arrays
+from kvrt.sizes import Extent, StoreSpec, pool_extent
+from kvrt.store.blocks import in_blocks
+from kvrt.store.kv import cell_bytes
+from kvrt.store.recurrent import bytes_of_one
 
 # What positions, pending moves and each 32 owners of a cell take.
 _INT_BYTES = 4
@@ -122,22 +129,20 @@ def of_cells(
     Raises:
       BadConfig: these layers cannot have these KV dtypes.
     """
-    stores = store_specs(groups, config, n_pinned)
-    sizes = [store.extent for store in stores]
-    parts = [_cells(group, store) for group, store in zip(groups, stores, strict=True)]
-    # The host has the cells that are given out, the device those of whole arrays.
-    n_cells = sum(size.n_cells + size.n_slots for size in sizes)
+    layout = cell_layout(groups, recurrent, config, n_pinned)
+    arrays = _shapes(layout, config)
+    each = zip(groups, layout.stores, map(array_bytes, arrays["stores"]), strict=True)
+    parts = [_cells(*group) for group in each]
     if recurrent:
-        parts.append(_states(recurrent, config))
+        parts.append(_states(recurrent, layout.n_states, array_bytes(arrays["states"])))
+    # The host has the cells that are given out, the device those of whole arrays.
+    sizes = [store.extent for store in layout.stores]
+    n_cells = sum(size.n_cells + size.n_slots for size in sizes)
     return Estimate(
         parts=tuple(parts),
         index_bytes=n_cells * _index_bytes(config),
-        label_bytes=sum(
-            _labels(group.layers, (group.n_kv_heads, group.head_dim), config, size.n_slots)
-            for group, size in zip(groups, sizes, strict=True)
-            if group.mask.kind == "full"
-        ),
-        checkpoint_bytes=_checkpoints(groups, recurrent, config),
+        label_bytes=array_bytes(arrays["labels"]),
+        checkpoint_bytes=_checkpoints(layout, config),
     )
 
 
@@ -196,7 +201,8 @@ def paged_tail_bytes(
     if not any_by_channel(config.type_k):
         return 0
     layout, _ = paged_layout(groups, None, plan, config, hash_block_size)
-    return sum(map(tails_bytes, layout.stores))
+    stores = _shapes(layout, config)["stores"]
+    return array_bytes(stores) - array_bytes([in_blocks(x) for x in stores])
 
 
 def most_tokens(
@@ -210,59 +216,39 @@ def most_tokens(
     return greatest(fits)
 
 
-def _cells(group: GroupSpec, store: StoreSpec) -> Part:
+def _cells(group: GroupSpec, store: StoreSpec, n_bytes: int) -> Part:
     size = store.extent
-    types: tuple[KeyDtype, KVDtype] = store.type_k, store.type_v
-    width = _width(group, types)
     return Part(
         kind=group.mask.kind,
         size=group.mask.size,
         n_layers=len(group.layers),
         n_held=size.n_cells,
         unit="cells",
-        n_bytes=size.n_slots * width * len(group.layers) * group.n_kv_heads + tails_bytes(store),
+        n_bytes=n_bytes,
         block_size=size.block_size,
-        types="/".join(types),
+        types=f"{store.type_k}/{store.type_v}",
     )
 
 
-def _labels(
-    layers: Sequence[int], shape: tuple[int, int], config: CacheConfig, n_slots: int
-) -> int:
-    """Labels of layers that see all; `shape` are kv heads and their channels."""
-    select = config.select
-    n = 0 if select is None else sum(layer >= select.n_dense for layer in layers)
-    return n * layer_label_bytes(select, *shape, n_slots) if select and n else 0
-
-
-def _width(group: GroupSpec, types: tuple[KeyDtype, KVDtype]) -> int:
-    """Bytes of a cell in one head of one layer."""
-    return head_bytes(types[0], group.dim_k) + head_bytes(types[1], group.dim_v)
-
-
-def _states(recurrent: RecurrentSpec, config: CacheConfig) -> Part:
-    n = config.n_seq_max * (1 + config.n_rs_seq)
+def _states(recurrent: RecurrentSpec, n: int, n_bytes: int) -> Part:
     return Part(
         kind="recurrent",
         size=0,
         n_layers=len(recurrent.layers),
         n_held=n,
         unit="states",
-        n_bytes=n * bytes_of_states(recurrent.arrays),
+        n_bytes=n_bytes,
     )
 
 
-def _checkpoints(
-    groups: Sequence[GroupSpec], recurrent: RecurrentSpec | None, config: CacheConfig
-) -> int:
+def _checkpoints(layout: Layout, config: CacheConfig) -> int:
     """Context checkpoints of all sequences: windows of groups that roll, and a state each."""
-    one = 0
-    for group, types in zip(groups, types_of(groups, config), strict=True):
-        if extent(group, config).rolls:
-            width = _width(group, types)
-            one += group.mask.size * width * len(group.layers) * group.n_kv_heads
-    if recurrent:
-        one += bytes_of_states(recurrent.arrays)
+    if not config.n_checkpoints:
+        return 0
+    one = bytes_of_one(layout.recurrent)
+    for group, store in layout.stored:
+        if store.extent.rolls:
+            one += group.mask.size * cell_bytes(store)
     most = one * config.n_checkpoints * config.n_seq_max
     return most if config.checkpoint_bytes is None else min(most, config.checkpoint_bytes)
 
@@ -298,13 +284,18 @@ def _of_grouping(
         checkpoint_bytes=checkpoint_bytes(grouping, config),
         n_padding=grouping.n_padding,
         plan=plan,
-        label_bytes=sum(
-            _labels((x.layer,), (x.n_kv_heads, x.head_dim), config, arrays[g.pool].n_slots)
-            for x in layers
-            for g in plan.groups
-            if x.kind == "full" and x.layer in g.layers
-        ),
+        label_bytes=_label_bytes(groups, plan, config) if config.select else 0,
     )
+
+
+def _label_bytes(groups: Sequence[GroupSpec], plan: PagedPlan, config: CacheConfig) -> int:
+    layout, _ = paged_layout(groups, None, plan, config)
+    return array_bytes(_shapes(layout, config)["labels"])
+
+
+def _shapes(layout: Layout, config: CacheConfig) -> dict[str, Any]:
+    """The shapes of `kept_arrays`."""
+    return jax.eval_shape(functools.partial(kept_arrays, layout, config))
 
 
 def _pool_arrays(plan: PagedPlan) -> dict[int, Extent]:

@@ -6,7 +6,6 @@ their own, loops and context shifts included.
 
 import dataclasses
 import functools
-import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvrt.arrays import AnyArray, Array, Float, Int32, state
+from kvrt.arrays import AnyArray, Array, Float, Int32, bytes_of, state
 from kvrt.attention import view
 from kvrt.attention.registry import check_chosen
 from kvrt.attention.scored.step import ScoredStep, scored_step
@@ -126,8 +125,7 @@ def allocate(spec: StepSpec, make: Callable[[Callable[[], Cache]], Cache]) -> Ca
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and _NO_MEMORY not in str(error):
             raise
-        stores = jax.eval_shape(lambda: [kv_store.create(s) for s in spec.layout.stores])
-        n_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(stores))
+        n_bytes = bytes_of(lambda: [kv_store.create(s) for s in spec.layout.stores])
         raise BadConfig(
             f"keys and values of n_ctx = {spec.config.n_ctx} cells take {n_bytes / 1e9:.2f} GB, "
             "and memory has no room for them; lower n_ctx, or take KV dtypes of fewer bits"
@@ -141,15 +139,21 @@ def create(spec: StepSpec) -> Cache:
 
 def _created(spec: StepSpec, n_cells: Sequence[int]) -> Cache:
     """An empty cache of so many cells by store."""
-    layout, n_seq_max = spec.layout, spec.config.n_seq_max
-    plan = _label_plan(spec)
     return Cache(
-        stores=tuple(kv_store.create(s) for s in layout.stores),
-        cells=tuple(on_device(create_cells(n, n_seq_max)) for n in n_cells),
-        states=recurrent.create(layout.recurrent, layout.n_states) if layout.recurrent else None,
-        labels=plan and plan.create(layout.stores),
-        nan_scores=jnp.zeros((), jnp.int32) if layout.scored else None,
+        **kept_arrays(spec.layout, spec.config),
+        cells=tuple(on_device(create_cells(n, spec.config.n_seq_max)) for n in n_cells),
+        nan_scores=jnp.zeros((), jnp.int32) if spec.layout.scored else None,
     )
+
+
+def kept_arrays(layout: Layout, config: CacheConfig) -> dict[str, Any]:
+    """What layers keep, zeroed, by the names of `Cache`: all but positions and owners."""
+    plan = label_plan(layout, config)
+    return {
+        "stores": tuple(kv_store.create(s) for s in layout.stores),
+        "states": recurrent.create(layout.recurrent, layout.n_states) if layout.recurrent else None,
+        "labels": plan and plan.create(layout.stores),
+    }
 
 
 def forward(

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from kvrt.arrays import array_bytes
 from kvrt.attention.contract import ParamPath, ShardedDecoder
 from kvrt.errors import BadConfig
 from kvrt.store.shards import HEADS
@@ -63,7 +64,7 @@ def _tell_of_whole(model: Any, params: Any, mesh: Mesh) -> None:
     if mesh.shape[HEADS] == 1:
         return
     leaves = jax.tree.leaves(params)
-    n_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+    n_bytes = array_bytes(params)
     warnings.warn(
         f"{type(model).__name__} has no shardings(): each of {mesh.size} devices keeps all its "
         f"{len(leaves)} parameters ({n_bytes / 1e6:,.1f} MB), and only the cache is divided; see "

@@ -14,7 +14,7 @@ from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Int32, UInt8
 from kvrt.store.codec import KVArray
-from kvrt.store.kv import KVStore
+from kvrt.store.kv import KVStore, map_arrays
 from kvrt.store.per_channel import KeyArray, PerChannel
 from kvrt.store.recurrent import StateStore
 from kvrt.store.runs import channel_runs
@@ -65,8 +65,7 @@ def in_blocks(store: Store) -> Any:
     """
     if isinstance(store, StateStore):
         return store
-    keys = (k.quantized if isinstance(k, PerChannel) else k for k in store.k)
-    return KVStore(k=tuple(keys), v=store.v)
+    return map_arrays(lambda x, _: x.quantized if isinstance(x, PerChannel) else x, store)
 
 
 def with_blocks(store: Store, ids: AnyArray, new: Any) -> Any:
@@ -74,9 +73,9 @@ def with_blocks(store: Store, ids: AnyArray, new: Any) -> Any:
     if isinstance(store, StateStore):
         return new
 
-    def keys(old: KeyArray, new: KVArray) -> KeyArray:
+    def replaced(old: KeyArray, _: int, new: KVArray) -> KeyArray:
         if not isinstance(old, PerChannel):
             return new
         return channel_runs.forget_blocks(dataclasses.replace(old, quantized=new), ids)
 
-    return KVStore(k=tuple(map(keys, store.k, new.k)), v=new.v)
+    return map_arrays(replaced, store, new)

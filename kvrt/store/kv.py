@@ -9,15 +9,16 @@ buffer to float32 as a whole, twice the cache in every step.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
-from typing import TypeVar
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
+from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, bytes_of, state
 from kvrt.kv_types import CHANNEL_CODECS, n_tail_groups, portable_dtype
 from kvrt.sizes import StoreSpec
 from kvrt.store import per_channel
@@ -25,6 +26,8 @@ from kvrt.store.codec import AnyKVArray, KVArray, Quantized, decode, encode, zer
 from kvrt.store.per_channel import KeyArray, PerChannel
 
 MOVE_CHUNK = 64
+# What a layer keeps of each token, and the axis of the cells in its blocks.
+CELL_AXES = {"k": 3, "v": 2}
 T = TypeVar("T")
 
 
@@ -41,6 +44,21 @@ class KVStore:
 
     k: tuple[KeyArray, ...]
     v: tuple[KVArray, ...]
+
+
+def map_arrays(change: Callable, store: KVStore, *others: Any) -> Any:
+    """A store with each array as `change` makes it, from the array and its axis of cells.
+
+    Args:
+      change: from an array, the axis of its cells, and an entry of each of the others.
+      store: whose arrays.
+      others: of as many entries by array, as a store has them.
+    """
+    found = {}
+    for name, axis in CELL_AXES.items():
+        each = zip(*(getattr(x, name) for x in (store, *others)), strict=True)
+        found[name] = tuple(change(x, axis, *more) for x, *more in each)
+    return KVStore(**found)
 
 
 def create(spec: StoreSpec) -> KVStore:
@@ -78,9 +96,10 @@ def n_cells(store: KVStore) -> int:
     return x.shape[0] * x.shape[2]
 
 
-def kv_bytes(store: KVStore) -> int:
-    """Bytes of all keys and values."""
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(store))
+@functools.cache
+def cell_bytes(spec: StoreSpec) -> int:
+    """Bytes of a cell in every layer, as `take_kv` copies it."""
+    return bytes_of(lambda: take_kv(create(spec), np.zeros(1, np.int32)))
 
 
 def write_kv(
@@ -100,10 +119,11 @@ def write_kv(
     Returns:
       The store with cells `slots` replaced.
     """
-    return KVStore(
-        k=tuple(_write_keys(k, slots, x) for k, x in zip(store.k, k_new, strict=True)),
-        v=tuple(_write(v, slots, x, cell_axis=2) for v, x in zip(store.v, v_new, strict=True)),
-    )
+
+    def written(x: KeyArray, axis: int, new: Array) -> KeyArray:
+        return _put(x, slots, new if isinstance(x, PerChannel) else encode(new, x, -1), axis=axis)
+
+    return map_arrays(written, store, KVStore(k=tuple(k_new), v=tuple(v_new)))
 
 
 def part(store: KVStore, buffers: Sequence[int]) -> KVStore:
@@ -123,8 +143,8 @@ def read_kv(
     store: KVStore, layer: int, slots: Int32[AnyArray, " T"]
 ) -> tuple[Float[Array, "T H D"], Float[Array, "T H Dv"]]:
     """Keys and values of cells `slots` of one layer, in float32; padding reads as zero."""
-    k, v = _take_keys(store.k[layer], slots), _take(store.v[layer], slots, cell_axis=2)
-    return decode(k, -1), decode(v, -1)
+    one = map_arrays(lambda x, axis: decode(_take(x, slots, axis), -1), part(store, [layer]))
+    return one.k[0], one.v[0]
 
 
 def take_kv(store: KVStore, slots: Int32[AnyArray, " T"]) -> tuple[KVArray, KVArray]:
@@ -132,12 +152,9 @@ def take_kv(store: KVStore, slots: Int32[AnyArray, " T"]) -> tuple[KVArray, KVAr
 
     Keys that are quantized by channel come as float16, see `kvrt.kv_types.portable_dtype`.
     """
-
-    def stacked(taken: Iterable[KVArray]) -> KVArray:
-        return jax.tree.map(lambda *x: jnp.stack(x), *taken)
-
-    keys = stacked(_take_keys(x, slots) for x in store.k)
-    return keys, stacked(_take(x, slots, cell_axis=2) for x in store.v)
+    taken = map_arrays(lambda x, axis: _take(x, slots, axis), store)
+    k, v = (jax.tree.map(lambda *x: jnp.stack(x), *side) for side in (taken.k, taken.v))
+    return k, v
 
 
 def put_kv(
@@ -155,13 +172,11 @@ def put_kv(
       v: values, likewise.
     """
 
-    def at(i: int, new: AnyKVArray) -> AnyKVArray:
-        return jax.tree.map(lambda x: x[i], new)
+    def by_layer(new: AnyKVArray) -> tuple[Any, ...]:
+        return tuple(jax.tree.map(operator.itemgetter(i), new) for i in range(len(store.k)))
 
-    return KVStore(
-        k=tuple(_put_keys(x, slots, at(i, k)) for i, x in enumerate(store.k)),
-        v=tuple(_put(x, slots, at(i, v), cell_axis=2) for i, x in enumerate(store.v)),
-    )
+    new = KVStore(k=by_layer(k), v=by_layer(v))
+    return map_arrays(lambda x, axis, new: _put(x, slots, new, axis=axis), store, new)
 
 
 def clear_kv(store: KVStore, released: Bool[AnyArray, "N B"]) -> KVStore:
@@ -175,18 +190,13 @@ def clear_kv(store: KVStore, released: Bool[AnyArray, "N B"]) -> KVStore:
       released: which cells to zero.
     """
 
-    def cleared(cached: KVArray, where: AnyArray) -> KVArray:
+    def cleared(cached: KeyArray, axis: int) -> KeyArray:
+        if isinstance(cached, PerChannel):
+            return per_channel.clear_keys(cached, released)
+        where = jnp.expand_dims(released, [i for i in (1, 2, 3) if i != axis])
         return jax.tree.map(lambda x: jnp.where(where, jnp.zeros((), x.dtype), x), cached)
 
-    def cleared_keys(k: KeyArray) -> KeyArray:
-        if isinstance(k, PerChannel):
-            return per_channel.clear_keys(k, released)
-        return cleared(k, released[:, None, None, :])
-
-    return KVStore(
-        k=tuple(map(cleared_keys, store.k)),
-        v=tuple(cleared(x, released[:, None, :, None]) for x in store.v),
-    )
+    return map_arrays(cleared, store)
 
 
 def move_kv(
@@ -211,10 +221,7 @@ def move_kv(
     def chunk(i: Array, store: KVStore) -> KVStore:
         s = lax.dynamic_slice_in_dim(src, i * MOVE_CHUNK, MOVE_CHUNK)
         d = lax.dynamic_slice_in_dim(dst, i * MOVE_CHUNK, MOVE_CHUNK)
-        return KVStore(
-            k=tuple(_put_keys(k, d, _take_keys(k, s)) for k in store.k),
-            v=tuple(_put(v, d, _take(v, s, cell_axis=2), cell_axis=2) for v in store.v),
-        )
+        return map_arrays(lambda x, axis: _put(x, d, _take(x, s, axis), axis=axis), store)
 
     n_chunks = (n_moves + (MOVE_CHUNK - 1)) // MOVE_CHUNK
     return lax.fori_loop(0, n_chunks, chunk, store)
@@ -280,16 +287,13 @@ def move_blocks(store: KVStore, moves: BlockMoves, n_moves: Int32[AnyArray, ""])
         entry, part = lax.div(i, jnp.int32(parts)), lax.rem(i, jnp.int32(parts))
         src, dst, cells = (jnp.asarray(x)[entry] for x in (moves.src, moves.dst, moves.cells))
 
-        def merged(x: KVArray, axis: int) -> KVArray:
+        def merged(x: KeyArray, axis: int) -> KVArray:
+            assert not isinstance(x, PerChannel), "see move_kv"
             old, new = (take_part(x, block, part, parts) for block in (dst, src))
             new = jax.tree.map(lambda old, new: _taken_over(old, new, cells, axis), old, new)
             return put_part(x, new, dst, part)
 
-        assert not any(isinstance(k, PerChannel) for k in store.k), "see move_kv"
-        return KVStore(
-            k=tuple(merged(k, 3) for k in store.k),  # pyright: ignore[reportArgumentType]
-            v=tuple(merged(v, 2) for v in store.v),
-        )
+        return map_arrays(merged, store)
 
     return lax.fori_loop(0, n_moves * parts, one, store)
 
@@ -340,44 +344,26 @@ def _index(x: Array, slots: AnyArray, cell_axis: int) -> tuple:
     return tuple(index)
 
 
-def _write_keys(x: KeyArray, slots: AnyArray, new: Array) -> KeyArray:
-    """The keys with others in some cells, which come in any float type."""
-    return _put_keys(x, slots, new if isinstance(x, PerChannel) else encode(new, x, -1))
-
-
-def _write(x: KVArray, slots: AnyArray, new: Array, *, cell_axis: int) -> KVArray:
-    return _put(x, slots, encode(new, x, -1), cell_axis=cell_axis)
-
-
 # Jitted inside other programs as well, so that layers are traced once.
-@jax.jit
-def _put_keys(x: KeyArray, slots: AnyArray, new: AnyKVArray) -> KeyArray:
-    """As `_write_keys`, of keys as `_take_keys` gives them."""
-    if not isinstance(x, PerChannel):
-        return _put(x, slots, new, cell_axis=3)
-    assert not isinstance(new, Quantized), "keys quantized by channel are written as floats"
-    return per_channel.put_keys(x, slots, new)
+@functools.partial(jax.jit, static_argnames="axis")
+def _put(x: KeyArray, slots: AnyArray, new: AnyKVArray, *, axis: int) -> KeyArray:
+    """The keys or values with others in some cells, as `_take` gives them."""
+    if isinstance(x, PerChannel):
+        assert not isinstance(new, Quantized), "keys quantized by channel are written as floats"
+        return per_channel.put_keys(x, slots, new)
 
-
-@functools.partial(jax.jit, static_argnames="cell_axis")
-def _put(x: KVArray, slots: AnyArray, new: AnyKVArray, *, cell_axis: int) -> KVArray:
     def put(x: Array, new: Array) -> Array:
-        return x.at[_index(x, slots, cell_axis)].set(new, mode="drop")
+        return x.at[_index(x, slots, axis)].set(new, mode="drop")
 
     return jax.tree.map(put, x, new)
 
 
-def _take_keys(x: KeyArray, slots: AnyArray) -> KVArray:
-    """Keys [T, H, D] of some cells, in their portable KV dtype."""
+def _take(x: KeyArray, slots: AnyArray, axis: int) -> KVArray:
+    """Keys or values [T, H, D] of some cells, in their portable KV dtype."""
     if isinstance(x, PerChannel):
         return per_channel.take_keys(x, slots)
-    return _take(x, slots, cell_axis=3)
-
-
-def _take(x: KVArray, slots: AnyArray, *, cell_axis: int) -> KVArray:
-    """Keys or values [T, H, D] of some cells, in their KV dtype."""
 
     def get(x: Array) -> Array:
-        return x.at[_index(x, slots, cell_axis)].get(mode="fill", fill_value=0)
+        return x.at[_index(x, slots, axis)].get(mode="fill", fill_value=0)
 
     return jax.tree.map(get, x)

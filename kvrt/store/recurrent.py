@@ -3,14 +3,14 @@
 Which token reads and writes which state is decided on the host, see `kvrt.cellcache.recurrent`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvrt.arrays import AnyArray, Array, Bool, Int32, Shaped, state
+from kvrt.arrays import AnyArray, Array, Bool, Int32, Shaped, bytes_of, state
 from kvrt.config import CacheConfig, RecurrentSpec
 from kvrt.state_arrays import StateArray
 
@@ -45,11 +45,17 @@ def n_states(config: CacheConfig) -> int:
 
 def create(spec: RecurrentSpec, n_states: int) -> StateStore:
     """Zeroed tables for every recurrent layer."""
+    return StateStore(tables=tuple(empty_tables(x, n_states) for x in spec.arrays))
 
-    def layer(arrays: tuple[StateArray, ...]) -> StateTables:
-        return tuple(jnp.zeros((n_states, *x.shape), x.dtype) for x in arrays)
 
-    return StateStore(tables=tuple(map(layer, spec.arrays)))
+def bytes_of_one(spec: RecurrentSpec | None) -> int:
+    """Bytes of one state of all layers; 0 without any."""
+    return bytes_of(lambda: create(spec, 1)) if spec else 0
+
+
+def empty_tables(arrays: Sequence[StateArray], n_states: int) -> StateTables:
+    """Zeroed tables of one layer."""
+    return tuple(jnp.zeros((n_states, *x.shape), x.dtype) for x in arrays)
 
 
 def copy_states(
@@ -79,11 +85,6 @@ def put_one(store: StateStore, index: Int32[AnyArray, ""], one: OneState) -> Sta
         return lax.dynamic_update_index_in_dim(table, new, index, 0)
 
     return StateStore(tables=jax.tree.map(replaced, store.tables, one))
-
-
-def state_bytes(store: StateStore) -> int:
-    """Bytes of all tables."""
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(store))
 
 
 def advance(

@@ -6,7 +6,7 @@ from jax.sharding import PartitionSpec as P
 
 from kvrt.arrays import Array
 from kvrt.config import CacheConfig, GroupSpec
-from kvrt.store.kv import KVStore
+from kvrt.store.kv import KVStore, part, with_part
 from kvrt.store.shards import CELLS, Shards
 from kvrt.upkeep import shift
 from kvrt.upkeep.shift import ShiftPlan
@@ -36,12 +36,9 @@ def shift_buffers(
 ) -> KVStore:
     """As `apply_shift`, of some arrays of a store; `plan` has their cells alone."""
     n_ctx, hadamard = config.n_ctx, config.hadamard
-    if len(some.buffers) == len(store.k):
-        return apply_shift(shards, store, plan, some.spec, n_ctx, hadamard)
-    k, v = tuple(store.k[b] for b in some.buffers), tuple(store.v[b] for b in some.buffers)
-    part = apply_shift(shards, KVStore(k=k, v=v), plan, some.spec, n_ctx, hadamard)
-    keys = dict(enumerate(store.k)) | dict(zip(some.buffers, part.k, strict=True))
-    return dataclasses.replace(store, k=tuple(keys.values()))
+    mine = part(store, some.buffers)
+    shifted = apply_shift(shards, mine, plan, some.spec, n_ctx, hadamard)
+    return with_part(store, some.buffers, shifted)
 
 
 def apply_shift(

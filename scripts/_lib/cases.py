@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvrt.arrays import array_bytes
 from kvrt.attention.view import AnyView, BlockView, SeqView, blocked
 from kvrt.cells import Cells, create, owner_bits, place, seq_rm
 from kvrt.cells.slots import Places, SeqBlocks
@@ -25,7 +26,7 @@ from kvrt.program.layout import Layout, cell_layout
 from kvrt.program.step import Cache, on_device
 from kvrt.sizes import Extent
 from kvrt.store.codec import KVArray, encode, zeros
-from kvrt.store.kv import KVStore, kv_bytes
+from kvrt.store.kv import KVStore
 from kvrt_models.spec import DecoderSpec
 from kvrt_models.weights.types import WeightType
 from scripts._lib import shapes
@@ -250,7 +251,7 @@ def read_bytes(case: Case, stores: Sequence[KVStore]) -> int:
     """Bytes of the cached keys and values that a step sees, scales included, in all layers."""
     found = 0
     for group, spec, store in zip(case.layout.groups, case.layout.stores, stores, strict=True):
-        found += kv_bytes(store) * case.n_batch * n_seen(case, group) // spec.extent.n_slots
+        found += array_bytes(store) * case.n_batch * n_seen(case, group) // spec.extent.n_slots
     return found
 
 
@@ -291,4 +292,4 @@ def bytes_touched(store: KVStore, n_blocks: int, src: np.ndarray, dst: np.ndarra
       dst: blocks that get them.
     """
     n_touched = len(np.unique(dst)) + len(np.union1d(src, dst))
-    return kv_bytes(store) * n_touched // n_blocks
+    return array_bytes(store) * n_touched // n_blocks

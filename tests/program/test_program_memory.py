@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from kvrt import CacheConfig, Engine, EngineConfig, LayerSkip, Request, Runtime, Speculation
+from kvrt.arrays import array_bytes
 from kvrt.reuse.blend import BlendSpec
-from kvrt.store import kv as kv_store
 from tests.marks import full
 from tests.toys import KindedLm, ToyLm
 
@@ -60,7 +60,7 @@ def layer_bytes(cache):
     """Bytes of one layer's keys, or of its values if these are less."""
     (store,) = cache.stores
     each = [sum(x.nbytes for x in jax.tree.leaves(of[0])) for of in (store.k, store.v)]
-    assert len(store.k) * sum(each) == kv_store.kv_bytes(store)
+    assert len(store.k) * sum(each) == array_bytes(store)
     return min(each)
 
 
@@ -120,7 +120,7 @@ def test_no_program_of_an_engine_copies_the_cache(kind, mode):
     engine = serve_all(kind, mode)
     cache, found = engine.device.cache, temp_bytes(engine.programs)
     assert set(found) == ({"forward", "move_blocks"} if mode == "paged" else {"forward"})
-    check(found, sum(map(kv_store.kv_bytes, cache.stores)), layer_bytes(cache))
+    check(found, sum(map(array_bytes, cache.stores)), layer_bytes(cache))
 
 
 class Ones:

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from kvrt import CacheConfig, GroupSpec, MaskSpec, RopeSpec, Runtime, session
+from kvrt.arrays import array_bytes
 from kvrt.errors import BadConfig, SessionMismatch
 from kvrt.program.estimate import of_blocks, of_cells
 from kvrt.session.change import edit
 from kvrt.session.interop import llama_read, llama_write, mlx_write
-from kvrt.store.kv import kv_bytes
 from tests.latentlm import RANK, ROPE, SCALE, LatentLm, Plain
 from tests.marks import full, slow
 from tests.runtime.alongside import TEXT, read, run_history
@@ -117,7 +117,7 @@ def test_bytes_are_of_one_row_a_token():
     config = CacheConfig(n_ctx=80, block_size=8)
     (store,) = Runtime(model("norm"), config).cache.stores
     wanted = 2 * 80 * (RANK + ROPE) * 4
-    assert kv_bytes(store) == wanted
+    assert array_bytes(store) == wanted
     assert [x.shape for x in (store.k[0], store.v[0])] == [(10, 1, ROPE, 8), (10, 1, 8, RANK)]
     groups = model("norm").groups
     assert of_cells(groups, None, config).parts[0].n_bytes == wanted

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from kvrt import AttentionSinks, CacheConfig, MaskSpec, MeshSpec, Runtime, Speculation
+from kvrt.arrays import array_bytes
 from kvrt.attention.select import labels
 from kvrt.errors import BadConfig
 from kvrt.program.labels.arrays import label_plan
@@ -113,7 +114,7 @@ def test_labels_are_bytes_and_no_layer_is_copied():
     for x in (runtime, dense):
         x.prefill(TOKENS[:100])
         x.append([1])
-    size = labels.label_bytes(runtime.cache.labels)
+    size = array_bytes(runtime.cache.labels)
     assert size == 2 * 2 * 2 * 16 * 4 * 512 // 16
     assert runtime.stats().cache_bytes - dense.stats().cache_bytes == size
     assert dense.cache.labels is None

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from kvrt import CacheConfig, GroupSpec, RecurrentSpec, Runtime, session
+from kvrt.arrays import array_bytes
 from kvrt.errors import BadConfig
 from kvrt.program.estimate import of_cells
 from kvrt.program.layout import cell_layout
-from kvrt.store.kv import kv_bytes
 from kvrt_models.decoder import Decoder
 from tests import yocotoy
 from tests.marks import slow
@@ -116,7 +116,7 @@ def test_a_session_has_each_array_once(at, tmp_path):
 
 def test_bytes_are_of_half_the_layers_windows_and_one_cache():
     at = shared("write")
-    kept = [kv_bytes(store) for store in at.cache.stores]
+    kept = [array_bytes(store) for store in at.cache.stores]
     one = 2 * N_KV * D * 4
     assert [len(store.k) for store in at.cache.stores] == [HALF, 1]
     assert kept[1] == 80 * one and kept[0] < 80 * one * HALF

@@ -7,11 +7,11 @@ import pytest
 from absl import app, flags
 from absl.testing import flagsaver
 
+from kvrt.arrays import array_bytes
 from kvrt.attention import registry
-from kvrt.kv_types import head_bytes
 from kvrt.program import estimate
-from kvrt.store import kv as kv_store
 from scripts._lib import cases, grid, implementations, shapes
+from tests.store.plaincodec import head_bytes
 
 WHAT = flags.DEFINE_list("grid_test_what", ["step"], "Stands for a script's own flag.")
 
@@ -99,7 +99,7 @@ def test_bytes_are_those_allocated():
     of = case(type_k=types[0], type_v=types[1])
     made = cases.cache(of).stores
     held = estimate.of_cells(of.spec.groups, None, of.config).cache_bytes
-    assert sum(map(kv_store.kv_bytes, made)) == held
+    assert sum(map(array_bytes, made)) == held
     # Both layers are alike; of the window of 64 the token's own place is not read.
     width = sum(head_bytes(t, 32) for t in types) * 2
     assert cases.read_bytes(of, made) == width * 3 * (63 + 100)

@@ -7,12 +7,12 @@ import pytest
 
 from kvrt import CacheConfig, MaskSpec, Runtime
 from kvrt.errors import BadConfig
-from kvrt.kv_types import head_bytes
 from kvrt.program import estimate
 from kvrt.serving.engine import Engine
 from kvrt.serving.offload import TierConfig
 from kvrt.serving.scheduling.step_plan import Rules
 from tests.serving.engines import N_BATCH, ask, make, one
+from tests.store.plaincodec import head_bytes
 from tests.toys import ToyLm
 
 pytestmark = pytest.mark.usefixtures("zeros_of_numpy")

@@ -13,11 +13,12 @@ from plainchannel import SIZE, Keys
 
 from kvrt import GroupSpec, RopeSpec
 from kvrt.attention import BlockView, LayerAttention, LayerKV, SeqView, TokenQKV, attend
-from kvrt.kv_types import CHANNEL_CODECS, N_TAIL, head_bytes, tail_bytes
+from kvrt.kv_types import CHANNEL_CODECS, N_TAIL
 from kvrt.sizes import Extent, StoreSpec
 from kvrt.store import kv as kv_store
 from kvrt.store import per_channel, rope
 from kvrt.upkeep.shift import ShiftPlan, apply_shift
+from tests.store.plaincodec import head_bytes
 
 H, D, B, N_BLOCKS = 2, 16, 64, 16
 N_CELLS = B * N_BLOCKS
@@ -253,4 +254,4 @@ def test_bytes_of_a_row_are_those_that_are_allocated(name, bits):
     store = kv_store.create(spec_of(name))
     n = sum(x.nbytes for x in jax.tree.leaves(store.k))
     index = 2 * 4 * N_TAIL // SIZE
-    assert n - index == H * (N_CELLS * head_bytes(name, D) + tail_bytes(name, D, 1))
+    assert n - index == H * (N_CELLS * head_bytes(name, D) + N_TAIL * D * 2)

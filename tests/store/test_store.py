@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrt import CacheConfig, GroupSpec
+from kvrt.arrays import array_bytes
 from kvrt.kv_types import FLOAT_DTYPES
 from kvrt.sizes import store_spec
 from kvrt.store import kv as kv_store
@@ -75,7 +76,7 @@ def test_a_new_store_is_zero_and_of_its_types(type_k, type_v):
     assert [v.shape for v in store.v] == [(13, h, B, d) for h, d in SHAPES]
     sizes = {"f32": 4, "bf16": 2, "f16": 2}
     width = sum(h * d for h, d in SHAPES)
-    assert kv_store.kv_bytes(store) == N_ROWS * width * (sizes[type_k] + sizes[type_v])
+    assert array_bytes(store) == N_ROWS * width * (sizes[type_k] + sizes[type_v])
     assert {k.dtype.itemsize for k in store.k} == {sizes[type_k]}
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(store))
 

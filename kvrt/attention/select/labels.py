@@ -7,7 +7,6 @@ unit, [H, 2D, U]; Double Sparsity the heavy channels of every cell, [H, r, C].
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,20 +50,6 @@ class LabelPlan:
             for of_store, spec in zip(self.layers, stores, strict=True)
             for n in [spec.extent.n_slots]
         )
-
-
-def label_bytes(labels: Sequence[StoreLabels]) -> int:
-    """Bytes of all labels."""
-    return _n_bytes(labels)
-
-
-def _n_bytes(labels: Any) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(labels))
-
-
-def layer_label_bytes(select: Select, n_heads: int, head_dim: int, n_cells: int) -> int:
-    """Bytes of the labels of one layer, which are not made."""
-    return _n_bytes(jax.eval_shape(lambda: _zeros(select, n_heads, head_dim, n_cells)))
 
 
 def _zeros(select: Select, n_heads: int, head_dim: int, n_cells: int) -> LabelArray:

@@ -16,10 +16,10 @@ from kvrt.cli.setup.config import answer_length, cache_config
 from kvrt.cli.setup.flag_map import taken
 from kvrt.config import CacheConfig, SelfExtend
 from kvrt.errors import DAMAGED, BadConfig, BadSession, UsageError
-from kvrt.kv_types import head_bytes
 from kvrt.policies import SCORED, AnyPolicy, AttentionSinks, ContextShift, Policy, ScoredPolicy
 from kvrt.policies.scored.duo_attention import DuoAttention, read_streaming
-from kvrt.sizes import extent, types_of
+from kvrt.sizes import extent, store_specs
+from kvrt.store.kv import cell_bytes
 from kvrt_models.spec import DecoderSpec
 from kvrt_models.tokenizer.encode import Tokenizer
 
@@ -214,6 +214,8 @@ def by_score(options: _Options, spec: DecoderSpec, n_ctx: int) -> ScoredPolicy:
     more: dict[str, Any] = {"n_sink": options.n_sink} if _says_sinks(options) else {}
     if options.n_read:
         more |= {"n_read": options.n_read, "refresh_every": options.refresh_every}
+    if options.close_up:
+        more["close_up"] = True
     if text.isdecimal():
         n = int(text)
     elif text.endswith("%"):
@@ -253,11 +255,9 @@ def _part_of(text: str, n_ctx: int) -> int:
 def _in_bytes(n_bytes: int, spec: DecoderSpec, options: _Options) -> int:
     """Tokens a kv head whose keys, values, positions and sums take so much in all layers."""
     config, one = cache_config(options, spec.n_ctx_train), 0
-    for group, types in zip(spec.groups, types_of(spec.groups, config), strict=True):
+    for group, store in zip(spec.groups, store_specs(spec.groups, config), strict=True):
         if group.mask.kind == "full":
-            dims = zip(types, (group.dim_k, group.dim_v), strict=True)
-            each = sum(head_bytes(t, dim) for t, dim in dims) + 8
-            one += len(group.layers) * group.n_kv_heads * each
+            one += cell_bytes(store) + 8 * len(group.layers) * group.n_kv_heads
     return n_bytes // max(one, 1)
 
 

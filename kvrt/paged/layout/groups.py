@@ -9,15 +9,20 @@ Source: vLLM's hybrid KV cache manager, for the rule of sizes and the strided gr
 """
 
 import dataclasses
+import functools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Literal
 
+from kvrt.arrays import bytes_of
 from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
 from kvrt.errors import BadConfig
-from kvrt.kv_types import KeyDtype, KVDtype, head_bytes
+from kvrt.kv_types import KeyDtype, KVDtype
 from kvrt.paged.layout.spec import GroupKind, PagedGroup, PagedPlan, PoolSpec
-from kvrt.sizes import types_of
+from kvrt.sizes import Extent, StoreSpec, types_of
 from kvrt.state_arrays import StateArray
+from kvrt.store.blocks import in_blocks
+from kvrt.store.kv import create
+from kvrt.store.recurrent import empty_tables
 
 SizeRule = Literal["balanced", "reference"]
 
@@ -66,16 +71,23 @@ class LayerCache:
     @property
     def token_bytes(self) -> int:
         """Bytes of a token's key and value; 0 where the layer is recurrent."""
-        dims = self.head_dim, self.head_dim_v or self.head_dim
-        types = zip((self.type_k, self.type_v), dims, strict=True)
-        return self.n_kv_heads * sum(head_bytes(t, dim) for t, dim in types)
+        return 0 if self.kind == "recurrent" else self.block_bytes // self.block_size
 
-    @property
+    @functools.cached_property
     def block_bytes(self) -> int:
         """Bytes of a block of this layer alone: keys and values of its tokens, or one state."""
         if self.kind == "recurrent":
-            return sum(x.n_bytes for x in self.state)
-        return self.block_size * self.token_bytes
+            return bytes_of(lambda: empty_tables(self.state, 1))
+        store = StoreSpec(
+            n_buffers=1,
+            n_kv_heads=self.n_kv_heads,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v,
+            extent=Extent(n_cells=self.block_size, block_size=self.block_size),
+            type_k=self.type_k,
+            type_v=self.type_v,
+        )
+        return bytes_of(lambda: in_blocks(create(store)))
 
     @property
     def storage(self) -> Hashable:

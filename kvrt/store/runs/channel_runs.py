@@ -7,6 +7,7 @@ lost its own.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Bool, Float16, Int32, state
 from kvrt.store.codec import KVArray, Quantized
-from kvrt.store.kv import KVStore, put_part, take_part
+from kvrt.store.kv import KVStore, map_arrays, put_part, take_part
 from kvrt.store.per_channel import (
     KeyArray,
     PerChannel,
@@ -51,28 +52,20 @@ class BlockKeys:
     held: Int32[AnyArray, " n"]
 
 
-@state
-class TakenBlock:
-    """The keys and values of a block by layer, as the store has them."""
+def take_block(store: KVStore, block: Array) -> KVStore:
+    """A block of every layer, bit by bit, keys by channel as `BlockKeys`.
 
-    k: tuple[BlockKeys | KVArray, ...]
-    v: tuple[KVArray, ...]
-
-
-def take_block(store: KVStore, block: Array) -> TakenBlock:
-    """A block of every layer, bit by bit; zeros where it is beyond the last."""
+    Zeros where it is beyond the last.
+    """
     is_here = block < jax.tree.leaves(store.v)[0].shape[0]
 
-    def taken(x: KVArray) -> KVArray:
-        one = take_part(x, block, jnp.int32(0), 1)
-        return jax.tree.map(lambda y: jnp.where(is_here, y, jnp.zeros((), y.dtype)), one)
-
-    def keys(cached: KeyArray) -> BlockKeys | KVArray:
+    def taken(cached: KeyArray, axis: int) -> BlockKeys | KVArray:
         if not isinstance(cached, PerChannel):
-            return taken(cached)
+            one = take_part(cached, block, jnp.int32(0), 1)
+            return jax.tree.map(lambda y: jnp.where(is_here, y, jnp.zeros((), y.dtype)), one)
         held, at = tail_places(cached, _groups(cached, block))
         held = held & is_here
-        found, quantized = jnp.asarray(cached.tail)[at], taken(cached.quantized)
+        found, quantized = jnp.asarray(cached.tail)[at], taken(cached.quantized, axis)
         assert isinstance(quantized, Quantized), "as the store has it"
         return BlockKeys(
             quantized=quantized,
@@ -80,10 +73,10 @@ def take_block(store: KVStore, block: Array) -> TakenBlock:
             held=held.astype(jnp.int32),
         )
 
-    return TakenBlock(k=tuple(map(keys, store.k)), v=tuple(map(taken, store.v)))
+    return map_arrays(taken, store)
 
 
-def put_block(store: KVStore, block: Array, new: TakenBlock) -> KVStore:
+def put_block(store: KVStore, block: Array, new: KVStore) -> KVStore:
     """Writes a block of every layer; what the tail had of it is dropped. Nothing beyond the last.
 
     Args:
@@ -94,24 +87,16 @@ def put_block(store: KVStore, block: Array, new: TakenBlock) -> KVStore:
     n_blocks = jax.tree.leaves(store.v)[0].shape[0]
     is_here, at = block < n_blocks, jnp.minimum(block, n_blocks - 1)
 
-    def put(x: KVArray, new: KVArray) -> KVArray:
-        old = take_part(x, at, jnp.int32(0), 1)
-        one = jax.tree.map(lambda old, new: jnp.where(is_here, new, old), old, new)
-        return put_part(x, one, at, jnp.int32(0))
-
-    def keys(cached: KeyArray, new: BlockKeys | KVArray) -> KeyArray:
+    def put(cached: Any, axis: int, new: Any) -> Any:
         if isinstance(cached, PerChannel):
-            assert isinstance(new, BlockKeys), "of the same layer"
-            quantized = put(cached.quantized, new.quantized)
+            quantized = put(cached.quantized, axis, new.quantized)
             cached = forget_blocks(dataclasses.replace(cached, quantized=quantized), block[None])
             return _put_tail(cached, _groups(cached, block), new, is_here)
-        assert not isinstance(new, BlockKeys | PerChannel), "of the same layer"
-        return put(cached, new)
+        old = take_part(cached, at, jnp.int32(0), 1)
+        one = jax.tree.map(lambda old, new: jnp.where(is_here, new, old), old, new)
+        return put_part(cached, one, at, jnp.int32(0))
 
-    return KVStore(
-        k=tuple(map(keys, store.k, new.k)),
-        v=tuple(map(put, store.v, new.v)),
-    )
+    return map_arrays(put, store, new)
 
 
 def _groups(cached: PerChannel, block: Array) -> Int32[Array, " n"]:
@@ -161,11 +146,7 @@ def copy_blocks(
 
 def keep_runs(store: KVStore, held: Bool[AnyArray, " N"]) -> KVStore:
     """Empties places of tails whose blocks nobody holds; see `keep_held`."""
-
-    def one(k: KeyArray) -> KeyArray:
-        return keep_held(k, held) if isinstance(k, PerChannel) else k
-
-    return KVStore(k=tuple(map(one, store.k)), v=store.v)
+    return map_arrays(lambda x, _: keep_held(x, held) if isinstance(x, PerChannel) else x, store)
 
 
 def has_runs(store: KVStore) -> bool:

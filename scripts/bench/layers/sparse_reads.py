@@ -17,7 +17,7 @@ import numpy as np
 from absl import flags
 
 from kvrt import BlockView, CacheConfig, GroupSpec, LayerAttention, LayerKV, TokenQKV, attend
-from kvrt.arrays import Array
+from kvrt.arrays import Array, array_bytes
 from kvrt.attention.select import choose, labels, lines, read
 from kvrt.select_spec import DoubleSparsity, Quest, Select
 from kvrt.sizes import store_spec
@@ -126,7 +126,7 @@ def _counted(select: Select | None, block_size: int, n_cells: int) -> dict[str, 
     found = _N_HEADS * lines.lines_read(cells, block_size, _DIM)
     config = CacheConfig(n_ctx=n, block_size=block_size, select=select, type_k="f32", type_v="f32")
     plan = labels.LabelPlan(select=select, layers=((0,),))
-    n_bytes = labels.label_bytes(plan.create([store_spec(_GROUP, config)]))
+    n_bytes = array_bytes(plan.create([store_spec(_GROUP, config)]))
     return {"lines": found, "label_lines": n_bytes // lines.LINE_BYTES}
 
 
