@@ -30,7 +30,7 @@ from kvrt.kv_types import (
 )
 from kvrt.select_spec import Indexed, Select, check_config
 from kvrt.state_arrays import StateArray, check_state
-from kvrt.whole_numbers import take_whole_numbers
+from kvrt.whole_numbers import Count, take_whole_numbers
 
 RopeMode = Literal["write", "read"]
 OnStates = Literal["refuse", "keep"]
@@ -132,8 +132,8 @@ class MaskSpec:
     """
 
     kind: MaskKind = "full"
-    size: int = 0
-    n_sink: int = 0
+    size: Count = 0
+    n_sink: Count = 0
 
     def __post_init__(self) -> None:
         """Refuses a window without a size."""
@@ -186,16 +186,16 @@ class GroupSpec:
     Source: arXiv:2405.12981 (CLA), arXiv:2406.09297 (MLKV), arXiv:2405.04434 (MLA).
     """
 
-    layers: tuple[int, ...]
-    n_kv_heads: int
-    head_dim: int
+    layers: tuple[Count, ...]
+    n_kv_heads: Count
+    head_dim: Count
     rope: RopeSpec | None
     mask: MaskSpec = MaskSpec()
     scale: float | None = None
     soft_cap: float | None = None
     temperature: QueryTemperature | None = None
-    kv_of: tuple[tuple[int, int], ...] = ()
-    latent_rank: int = 0
+    kv_of: tuple[tuple[Count, Count], ...] = ()
+    latent_rank: Count = 0
     indexed: Indexed | None = None
 
     def __post_init__(self) -> None:
@@ -255,8 +255,8 @@ class RecurrentSpec:
         empty then.
     """
 
-    layers: tuple[int, ...]
-    shapes: tuple[tuple[int, ...], ...] = ()
+    layers: tuple[Count, ...]
+    shapes: tuple[tuple[Count, ...], ...] = ()
     by_layer: tuple[tuple[StateArray, ...], ...] = ()
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 from kvrt.errors import BadConfig
-from kvrt.whole_numbers import take_whole_numbers
+from kvrt.whole_numbers import Count, take_whole_numbers
 
 # Cells that are chosen together: a line of 64 bytes of one channel of float32 keys.
 UNIT = 16
@@ -162,8 +162,8 @@ class Indexed:
     Source: DeepSeek-V3.2-Exp `inference/model.py`; transformers `modeling_deepseek_v32`.
     """
 
-    n_cells: int
-    keys_of: tuple[tuple[int, int], ...]
+    n_cells: Count
+    keys_of: tuple[tuple[Count, Count], ...]
 
     def __post_init__(self) -> None:
         """Refuses an indexer that chooses nothing."""

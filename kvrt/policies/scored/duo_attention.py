@@ -5,7 +5,9 @@ import dataclasses
 from kvrt.arrays import Array, Float
 from kvrt.attention.scored.policy import HeadPart, ScoredPolicy, Seen
 from kvrt.errors import BadConfig
-from kvrt.files import small_json
+from kvrt.files.typed_json import json_value, read_typed, typed
+
+_Streaming = tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,17 +76,15 @@ def read_streaming(text: str) -> tuple[tuple[int, ...], ...]:
     Raises:
       BadConfig: the file cannot be read, or has something else.
     """
-    if text.lstrip().startswith("["):
-        try:
-            found = small_json.json_value(text)
-        except ValueError as error:
-            shown = text if len(text) <= 60 else f"{text[:57]}..."
-            raise BadConfig(f"{shown}: {error}; name a file of streaming heads") from error
-    else:
-        found = small_json.read_json_file(text, "streaming heads")
-    layers = found.get("streaming") if isinstance(found, dict) else found
-    if not isinstance(layers, list) or not all(
-        isinstance(heads, list) and all(type(h) is int for h in heads) for heads in layers
-    ):
-        raise BadConfig(f"{text} has no streaming heads; make one with scripts.streaming_heads")
-    return tuple(tuple(heads) for heads in layers)
+    if not text.lstrip().startswith("["):
+        return read_typed(_File, text, "streaming heads").streaming
+    try:
+        return typed(_Streaming, json_value(text))
+    except ValueError as error:
+        shown = text if len(text) <= 60 else f"{text[:57]}..."
+        raise BadConfig(f"{shown}: {error}; name a file of streaming heads") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class _File:
+    streaming: _Streaming
