@@ -15,7 +15,7 @@ from kvrt.files import regular
 
 _MOST_BYTES = 1 << 26
 _SHOWN = 40
-_GREATEST = 2.0**1023  # a bound that leaves out infinity, and goes without saying
+_UNSAID = 2**63 - 1  # bounds beyond it go without saying
 
 T = TypeVar("T")
 
@@ -63,9 +63,10 @@ def json_value(text: str | bytes) -> Any:
     try:
         return msgspec.json.decode(text)
     except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+        raise ValueError("no JSON: nested too deeply") from error
     except msgspec.DecodeError as error:
-        raise ValueError(str(error).replace("JSON is malformed: ", "")) from error
+        said = str(error).removeprefix("JSON is malformed: ").partition(" - at")[0]
+        raise ValueError(f"no JSON: {said[0].lower()}{said[1:]}") from error
 
 
 def shown_json(value: Any) -> str:
@@ -101,9 +102,10 @@ def wanted(info: inspect.Type) -> str:
 
 
 def _range(low: float | None, high: float | None) -> str:
+    low, high = (None if x is None or abs(x) >= _UNSAID else x for x in (low, high))
     if low is None:
         return "" if high is None else f" of at most {high}"
-    return f" of at least {low}" if high in (None, _GREATEST) else f" from {low} to {high}"
+    return f" of at least {low}" if high is None else f" from {low} to {high}"
 
 
 def _sized(low: int | None, high: int | None, unit: str, one: str = "", many: str = "s") -> str:
@@ -126,7 +128,8 @@ def _line(error: str, kind: Any, value: Any, name: str) -> str:
             inner = value.get(key) if key else value[int(index)]
         value = inner
     if absent := re.match("Object missing required field `(.+)`", said or error):
-        return f"{name}.{absent[1]} is missing".lstrip(".")
+        place = f"{name}.{absent[1]}".lstrip(".")
+        return f"{place} is missing; {wanted(_within(info, absent[1]))} is wanted"
     if place.startswith("key"):
         assert isinstance(info, inspect.DictType)
         bad = [k for k in value if not k.isdigit()] or [max(value, key=int)] if known else [""]

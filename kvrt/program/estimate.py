@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvrt.attention.select.labels import layer_label_bytes
 from kvrt.cells.cells import mask_words
-from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
+from kvrt.config import GroupSpec, RecurrentSpec
 from kvrt.kv_types import KeyDtype, KVDtype, any_by_channel, head_bytes
+from kvrt.options.cache import CacheConfig
 from kvrt.paged.layout.checkpoints import checkpoint_bytes, with_checkpoints
 from kvrt.paged.layout.groups import Grouping, LayerCache, group_layers, layer_caches
 from kvrt.paged.layout.sizing import for_tokens, greatest, most_blocks

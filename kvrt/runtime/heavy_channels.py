@@ -12,10 +12,11 @@ from msgspec import Meta
 from kvrt.arrays import Array, Float
 from kvrt.attention.types import AttendArgs
 from kvrt.cells.slots import Places
-from kvrt.config import CacheConfig
 from kvrt.errors import BadConfig
 from kvrt.files import kinds
 from kvrt.files.typed_json import read_typed
+from kvrt.options.cache import CacheConfig
+from kvrt.options.select import Channels
 from kvrt.program import step
 from kvrt.program.batch import Batch
 from kvrt.program.device import dispatched
@@ -24,7 +25,6 @@ from kvrt.program.layers.taps import look
 from kvrt.program.layout import Layout, cell_layout
 from kvrt.program.programs import Programs
 from kvrt.program.step import StepSpec
-from kvrt.select_spec import Channels
 
 
 def heavy_channels(

@@ -6,9 +6,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvrt.config import GroupSpec, MaskSpec, RecurrentSpec, SelfExtend
+from kvrt.config import GroupSpec, MaskSpec, RecurrentSpec
 from kvrt.errors import DAMAGED, BadSession
 from kvrt.files.typed_json import typed
+from kvrt.options.cache import SelfExtend
 from kvrt.session import fingerprint, kv_arrays
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.state_arrays import StateArray

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
+from kvrt.config import GroupSpec, RecurrentSpec
 from kvrt.errors import BadConfig, SessionMismatch
 from kvrt.files.class_source import class_identity
+from kvrt.options.cache import CacheConfig
 from kvrt.session import kv_arrays
 from kvrt.session.older_fingerprint import SCHEMA
 

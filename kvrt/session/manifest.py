@@ -158,7 +158,7 @@ def from_json(data: bytes) -> Manifest:
     try:
         value = json_value(data)
     except ValueError as error:
-        raise BadSession(f"the manifest is no JSON: {error}; {DAMAGED}") from error
+        raise BadSession(f"the manifest is {error}; {DAMAGED}") from error
     try:
         found = typed(Manifest, value, "manifest")
     except ValueError as error:

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from kvrt.errors import BadConfig
+from kvrt.options.engine import EngineConfig
+from kvrt.options.serving import Rules, TierConfig
 from kvrt.policies import AttentionSinks, ContextShift
 from kvrt.serving.cache.prefixes import N_KEPT
-from kvrt.serving.config import EngineConfig
-from kvrt.serving.offload import TierConfig
-from kvrt.serving.scheduling.step_plan import Rules
 from tests.serving import engines
 from tests.serving.engines import N_ROWS, alone, ask, make
 from tests.serving.soundcells import assert_sound

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from kvrt.errors import BadConfig, BadRequest, CacheFull, UsageError
+from kvrt.options.serving import TierConfig
 from kvrt.serving import prometheus
-from kvrt.serving.offload import TierConfig
 from tests.marks import slow
 from tests.serving.engines import N_ROWS, B, alone, ask, make, served
 from tests.serving.soundcells import assert_sound

@@ -7,9 +7,11 @@ import shutil
 import textwrap
 
 from kvrt.cli.commands import RUN, Command
-from kvrt.cli.flags.declare import Flag
+from kvrt.options.option import Flag
 
 _MIN_WIDTH, _MAX_WIDTH = 60, 100
+# Groups by their first words; others stand behind them.
+_ORDER = "Prompt Files Session Model Context Length Sampling Cache Serving Scheduling".split()
 
 
 def help_text(width: int | None = None, command: Command = RUN, *, everything: bool = False) -> str:
@@ -19,7 +21,7 @@ def help_text(width: int | None = None, command: Command = RUN, *, everything: b
     lines = [f"usage: kvrt {command.usage}", "", *textwrap.wrap(command.about, width)]
     flags = [flag for flag in command.flags() if everything or not flag.advanced]
     n_more = len(command.flags()) - len(flags)
-    groups = dict.fromkeys(flag.group for flag in flags)
+    groups = sorted(dict.fromkeys(flag.group for flag in flags), key=_rank)
     left = max(len(usage(flag)) for flag in flags) + 4
     for group in groups:
         lines += ["", *textwrap.wrap(group, width)]
@@ -33,6 +35,12 @@ def help_text(width: int | None = None, command: Command = RUN, *, everything: b
     if command.examples:
         lines += ["", "Examples", *(f"  {example}" for example in command.examples)]
     return "\n".join(lines)
+
+
+def _rank(group: str) -> int:
+    """Where a group of flags stands in the help."""
+    word = group.split()[0]
+    return _ORDER.index(word) if word in _ORDER else len(_ORDER)
 
 
 def usage(flag: Flag) -> str:

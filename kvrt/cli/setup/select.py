@@ -1,10 +1,9 @@
 """From flags to sparse reads."""
 
 from kvrt.cli.flags.cache import SelectFlags
-from kvrt.cli.setup.flag_map import taken
 from kvrt.errors import BadConfig
+from kvrt.options.select import DoubleSparsity, Quest, Select
 from kvrt.runtime.heavy_channels import read_channels
-from kvrt.select_spec import DoubleSparsity, Quest, Select
 
 
 def select_config(options: SelectFlags) -> Select | None:
@@ -17,11 +16,9 @@ def select_config(options: SelectFlags) -> Select | None:
         return None
     try:
         if options.select == "quest":
-            return Quest(**taken("Quest", options))
+            return Quest(**options.part(Quest))
         assert options.select_channels is not None, "checked with the flags"
         channels, weights = read_channels(options.select_channels)
-        return DoubleSparsity(
-            channels=channels, weights=weights, **taken("DoubleSparsity", options)
-        )
+        return DoubleSparsity(channels=channels, weights=weights, **options.part(DoubleSparsity))
     except BadConfig as error:
         raise BadConfig(f"--select {options.select}: {error}") from error

@@ -6,12 +6,13 @@ from kvrt.arrays import Array, Float
 from kvrt.attention.scored.policy import HeadPart, ScoredPolicy, Seen
 from kvrt.errors import BadConfig
 from kvrt.files.typed_json import json_value, read_typed, typed
+from kvrt.options.policies import StreamSizes
 
 _Streaming = tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DuoAttention(ScoredPolicy):
+class DuoAttention(StreamSizes, ScoredPolicy):
     """Retrieval heads keep `budget` tokens, all of a text that is no longer; the others n_stream.
 
     Beyond that the oldest go, behind the sinks. Which heads stream is found beforehand: those that
@@ -25,9 +26,6 @@ class DuoAttention(ScoredPolicy):
 
     Source: arXiv:2410.10819, sec. 3.
     """
-
-    streaming: tuple[tuple[int, ...], ...]
-    n_stream: int = 128
 
     def __post_init__(self) -> None:
         """Refuses heads that are listed twice, and budgets of no choice."""
@@ -77,7 +75,9 @@ def read_streaming(text: str) -> tuple[tuple[int, ...], ...]:
       BadConfig: the file cannot be read, or has something else.
     """
     if not text.lstrip().startswith("["):
-        return read_typed(_File, text, "streaming heads").streaming
+        what = "streaming heads, which scripts.streaming_heads makes"
+        found = read_typed(_File | _Streaming, text, what)
+        return found.streaming if isinstance(found, _File) else found
     try:
         return typed(_Streaming, json_value(text))
     except ValueError as error:

@@ -19,7 +19,8 @@ from kvrt.cells import blocks_of
 from kvrt.cells.cells import mask_words
 from kvrt.cells.homes import Ends, n_blocks_wanted, no_homes, plan_home_slots
 from kvrt.cells.slots import Places, SeqBlocks, StepTokens, pad
-from kvrt.config import CacheConfig, GroupSpec
+from kvrt.config import GroupSpec
+from kvrt.options.cache import CacheConfig
 
 # Sequences whose blocks are looked up one by one, rather than those of all at once.
 _FEW = 4

@@ -8,8 +8,10 @@ from kvrt.attention.contract import Decoder
 from kvrt.cache import checks
 from kvrt.cache.cell_cache import layers_of, open_cell_cache
 from kvrt.cellcache.host_cells import Retention
-from kvrt.config import CacheConfig, GroupSpec
+from kvrt.config import GroupSpec
 from kvrt.errors import BadConfig
+from kvrt.options.cache import CacheConfig
+from kvrt.options.engine import EngineConfig
 from kvrt.policies import AnyPolicy, ScoredPolicy, by_position
 from kvrt.program.device import Device
 from kvrt.program.labels import indexed
@@ -20,7 +22,6 @@ from kvrt.serving.cache.cells import CellSpace
 from kvrt.serving.cache.engine_cells import EngineCells
 from kvrt.serving.cache.paged import PagedSpace
 from kvrt.serving.cache.prefixes import N_KEPT
-from kvrt.serving.config import EngineConfig
 from kvrt.serving.sizing.budget import fit_budget
 from kvrt.serving.sizing.pool_sizes import engine_plan
 
