@@ -38,7 +38,8 @@ class Flag:
       help: a line or two for people.
       value: what the help calls its value.
       name: of the flag.
-      field: of the configuration that it sets; "" of a command's own flag.
+      field: of the configuration that it sets.
+      owner: the configuration's class and field; "" of a command's own flag.
       type: of its value.
       short: one letter, or a few without a dash between them, or "".
       aliases: other names it has elsewhere.
@@ -66,6 +67,7 @@ class Flag:
     value: str = ""
     name: str = ""
     field: str = ""
+    owner: str = ""
     type: Any = None
     short: str = ""
     aliases: tuple[str, ...] = ()
@@ -269,7 +271,7 @@ def flags_of_config(config: type, *, without: str = "", only: str = "") -> Any:
     for x in flags_of(config):
         if x.name not in without.split() and (not only or x.name in only.split()):
             default = x.none_at if x.default is None and x.none_at is not None else x.default
-            kept = dataclasses.replace(x, default=default)
+            kept = dataclasses.replace(x, default=default, owner=f"{config.__name__}.{x.field}")
             field = dataclasses.field(default=default, metadata={_KEY: kept})
             fields.append((x.name, x.type, field))
     # Only its subclasses are made: what a dataclass generates would be compiled at each start.

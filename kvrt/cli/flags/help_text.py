@@ -6,7 +6,7 @@ There are two: of the flags that most need, and of all.
 import shutil
 import textwrap
 
-from kvrt.cli.commands import RUN, Command
+from kvrt.cli.commands import COMMANDS, RUN, Command
 from kvrt.options.option import Flag
 
 _MIN_WIDTH, _MAX_WIDTH = 60, 100
@@ -35,6 +35,22 @@ def help_text(width: int | None = None, command: Command = RUN, *, everything: b
     if command.examples:
         lines += ["", "Examples", *(f"  {example}" for example in command.examples)]
     return "\n".join(lines)
+
+
+def fields_text() -> str:
+    """The field that each flag sets, and whether a line may say it or results depend on it."""
+    flags = {x.name: x for c in COMMANDS for x in c.flags() if x.owner}
+    lines = [
+        "Flags and the fields that they set, of the classes of kvrt.options and",
+        "kvrt.policies. l: a line of kvrt batch may say it; r: results of kvrt",
+        "batch depend on it.",
+        "",
+    ]
+    for name in sorted(flags):
+        x = flags[name]
+        marks = ("l" if x.line is not False else "-") + ("r" if x.decides else "-")
+        lines.append(f"  --{name:<22}{marks}  {x.owner}")
+    return "\n".join(lines) + "\n"
 
 
 def _rank(group: str) -> int:
