@@ -275,3 +275,10 @@ class RecurrentSpec:
         """Arrays of the state of each layer in `layers`."""
         same = tuple(StateArray(shape=shape) for shape in self.shapes)
         return self.by_layer or (same,) * len(self.layers)
+
+
+def __getattr__(name: str) -> object:
+    """Refuses names that have a successor."""
+    if name in ("CacheConfig", "SelfExtend"):
+        raise ImportError(f"kvrt.config.{name} is kvrt.{name} since 2026-11-26")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,7 +9,6 @@ from kvrt.cli.flags.cache import SelectFlags
 from kvrt.cli.flags.context import BatchPolicyFlags, WindowFlags
 from kvrt.cli.flags.evaluate import DraftFlags, LengthFlags, ModelFlags, SamplingFlags
 from kvrt.cli.flags.mesh import MeshFlags
-from kvrt.cli.flags.scheduling import TierFlags
 from kvrt.cli.flags.session_files import BlendFlags, JsonFlags, QuietFlags
 from kvrt.config import MAX_SEQUENCES
 from kvrt.errors import UsageError
@@ -18,7 +17,7 @@ from kvrt.options.cache import CacheConfig, SelfExtend
 from kvrt.options.engine import EngineConfig, Mode, SessionDir
 from kvrt.options.option import Options, flag, flag_group, flags_of_config
 from kvrt.options.sampling import RANDOM
-from kvrt.options.serving import Rules
+from kvrt.options.serving import Rules, TierConfig
 
 _cache = functools.partial(flag, "Cache")
 _context = functools.partial(flag, "Context")
@@ -143,6 +142,24 @@ class ServeFlags(
                 f"--n_batch {self.n_batch} is below --n_seq_max {self.n_seq_max}: a step has a "
                 "token of each sequence; raise it"
             )
+
+
+@flag_group
+class TierFlags(flags_of_config(TierConfig)):
+    """Where blocks go that the device has no room for."""
+
+    def check(self) -> None:
+        """Refuses tiers without room, and what says something of tiers where there are none."""
+        super().check()
+        if self.host_cache is not None:
+            return
+        if self.disk_cache is not None:
+            raise UsageError("--disk_cache takes its blocks from the host; add --host_cache SIZE")
+        for name in ("disk_cache_size", "eviction_policy", "always_load"):
+            if name in self.given:
+                raise UsageError(f"--{name} is for tiers, and there is none; add --host_cache SIZE")
+        if getattr(self, "preempt", "") == "swap":
+            raise UsageError("--preempt swap offloads to the host; add --host_cache SIZE")
 
 
 @flag_group

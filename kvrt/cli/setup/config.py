@@ -12,10 +12,12 @@ from kvrt.cli.flags.evaluate import EvalFlags, LengthFlags
 from kvrt.cli.flags.serving import BatchOptions, BlockFlags, DoctorOptions, FitOptions
 from kvrt.cli.flags.session_files import ChunkFlags
 from kvrt.cli.process import output
-from kvrt.cli.setup.select import select_config
+from kvrt.errors import BadConfig
 from kvrt.kv_types import KeyDtypes, KVDtypes, default_kv_dtype
 from kvrt.options.cache import CacheConfig, SelfExtend
+from kvrt.options.select import DoubleSparsity, Quest, Select
 from kvrt.program.estimate import most_tokens, of_cells
+from kvrt.runtime.heavy_channels import read_channels
 from kvrt_models.spec import DecoderSpec
 
 CacheOptions = EvalFlags | BatchOptions | FitOptions | DoctorOptions
@@ -115,3 +117,21 @@ def extend_config(options: EvalFlags | BatchOptions) -> SelfExtend | None:
 def answer_length(options: EvalFlags) -> int:
     """Tokens that follow the prompt, as far as the flags say; an endless text counts as one."""
     return max(options.n_predict, 1) if isinstance(options, LengthFlags) else 0
+
+
+def select_config(options: SelectFlags) -> Select | None:
+    """Sparse reads as the flags ask for them, or None.
+
+    Raises:
+      BadConfig: sizes leave no choice, or a file has no channels.
+    """
+    if options.select == "none":
+        return None
+    try:
+        if options.select == "quest":
+            return Quest(**options.part(Quest))
+        assert options.select_channels is not None, "checked with the flags"
+        channels, weights = read_channels(options.select_channels)
+        return DoubleSparsity(channels=channels, weights=weights, **options.part(DoubleSparsity))
+    except BadConfig as error:
+        raise BadConfig(f"--select {options.select}: {error}") from error
