@@ -26,15 +26,7 @@ if TYPE_CHECKING:
     from kvrt.cache.stats import DropEvent, LostCheckpoint, Stats
     from kvrt.cellcache.checkpoint.resume import ResumePositions
     from kvrt.cells import Cells
-    from kvrt.config import (
-        CacheConfig,
-        GroupSpec,
-        MaskSpec,
-        QueryTemperature,
-        RecurrentSpec,
-        RopeSpec,
-        SelfExtend,
-    )
+    from kvrt.config import GroupSpec, Indexed, MaskSpec, QueryTemperature, RecurrentSpec, RopeSpec
     from kvrt.drafts.drafter import DraftContext, Drafter, Speculation
     from kvrt.drafts.layer_skip import LayerSkip
     from kvrt.drafts.prompt_lookup import PromptLookup
@@ -59,6 +51,11 @@ if TYPE_CHECKING:
         UnsupportedModel,
         UsageError,
     )
+    from kvrt.options.cache import CacheConfig, SelfExtend
+    from kvrt.options.engine import EngineConfig, SessionDir
+    from kvrt.options.sampling import Sampling
+    from kvrt.options.select import DoubleSparsity, Quest, Select
+    from kvrt.options.serving import Rules, TierConfig
     from kvrt.policies import AttentionSinks, ContextShift, Policy, ScoredPolicy
     from kvrt.policies.scored import (
         H2O,
@@ -75,7 +72,6 @@ if TYPE_CHECKING:
     )
     from kvrt.program.disk_hits import keep_programs
     from kvrt.program.mesh import MeshSpec
-    from kvrt.program.sample import Sampling
     from kvrt.reuse.blend import BlendSpec
     from kvrt.reuse.schema import PlacedModule, PlacedSchema
     from kvrt.runtime.blend import Blended
@@ -85,16 +81,11 @@ if TYPE_CHECKING:
     from kvrt.runtime.generate import After, GenerationSpec, Token
     from kvrt.runtime.prompt_cache import PromptCache, Served
     from kvrt.runtime.runtime import Runtime
-    from kvrt.select_spec import DoubleSparsity, Indexed, Quest, Select
     from kvrt.serving.beams.spec import BeamSpec
-    from kvrt.serving.config import EngineConfig
     from kvrt.serving.engine import Engine
     from kvrt.serving.metrics import CheckpointUse, EngineStats, PoolUse, TierUse
-    from kvrt.serving.offload import TierConfig
     from kvrt.serving.outputs import Output
     from kvrt.serving.request import Request
-    from kvrt.serving.scheduling.step_plan import Rules
-    from kvrt.serving.sessions.folder import SessionDir
     from kvrt.serving.sessions.pins import Pin
     from kvrt.serving.sessions.private_prefix import PrivatePrefix
     from kvrt.state_arrays import StateArray
@@ -140,7 +131,7 @@ _HOMES = {
     "SharedCells": "errors",
     "UnsupportedModel": "errors",
     "UsageError": "errors",
-    "CacheConfig": "config",
+    "CacheConfig": "options.cache",
     "ContextShift": "policies",
     "Policy": "policies",
     "ScoredPolicy": "policies",
@@ -176,7 +167,7 @@ _HOMES = {
     "StateArray": "state_arrays",
     "RopeSpec": "config",
     "Engine": "serving.engine",
-    "EngineConfig": "serving.config",
+    "EngineConfig": "options.engine",
     "EngineStats": "serving.metrics",
     "PoolUse": "serving.metrics",
     "CheckpointUse": "serving.metrics",
@@ -186,19 +177,19 @@ _HOMES = {
     "Pin": "serving.sessions.pins",
     "PrivatePrefix": "serving.sessions.private_prefix",
     "Request": "serving.request",
-    "Rules": "serving.scheduling.step_plan",
-    "TierConfig": "serving.offload",
+    "Rules": "options.serving",
+    "TierConfig": "options.serving",
     "DraftModel": "runtime.draft_model",
     "Runtime": "runtime.runtime",
-    "Sampling": "program.sample",
-    "SessionDir": "serving.sessions.folder",
-    "SelfExtend": "config",
+    "Sampling": "options.sampling",
+    "SessionDir": "options.engine",
+    "SelfExtend": "options.cache",
     "Stats": "cache.stats",
     "Token": "runtime.generate",
-    "DoubleSparsity": "select_spec",
-    "Indexed": "select_spec",
-    "Quest": "select_spec",
-    "Select": "select_spec",
+    "DoubleSparsity": "options.select",
+    "Indexed": "config",
+    "Quest": "options.select",
+    "Select": "options.select",
     "attend": "attention",
 }
 

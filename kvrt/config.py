@@ -1,8 +1,7 @@
-"""Configuration: frozen, hashable, checked when it is made.
+"""What a model says of its layers: frozen, hashable, checked when it is made.
 
-`CacheConfig` is what a user chooses, `GroupSpec` what a model says of its attention layers,
-`RecurrentSpec` of its recurrent ones, `RopeSpec` and `MaskSpec` what a group needs to rotate keys
-and to see them.
+`GroupSpec` is of attention layers, `RecurrentSpec` of recurrent ones, `RopeSpec` and `MaskSpec`
+what a group needs to rotate keys and to see them. What a user chooses is in `kvrt.options`.
 """
 
 import dataclasses
@@ -10,35 +9,14 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
-from kvrt.config_rules import (
-    check_checkpoints,
-    check_indexed,
-    check_latent,
-    check_shared,
-    check_types,
-)
+from kvrt.config_rules import check_indexed, check_latent, check_shared
 from kvrt.errors import BadConfig
-from kvrt.kv_types import (
-    CHANNEL_CODECS,
-    CODECS,
-    KeyDtype,
-    KeyDtypes,
-    KVDtype,
-    KVDtypes,
-    by_group,
-    default_kv_dtype,
-)
-from kvrt.select_spec import Indexed, Select, check_config
 from kvrt.state_arrays import StateArray, check_state
-from kvrt.whole_numbers import take_whole_numbers
+from kvrt.whole_numbers import Count, take_whole_numbers
 
-RopeMode = Literal["write", "read"]
-OnStates = Literal["refuse", "keep"]
 RopeLayout = Literal["norm", "neox"]
 RopeScaling = Literal["none", "linear", "llama3", "ntk", "dynamic_ntk", "yarn", "longrope"]
 MaskKind = Literal["full", "window", "chunked", "symmetric"]
-Implementation = Literal["chunked", "reference", "pallas_gpu", "pallas_tpu", "mosaic_gpu"]
-ExtendKind = Literal["cache", "paper"]
 
 MAX_SEQUENCES = 4096
 MAX_POS = 2**31 - 1
@@ -132,8 +110,8 @@ class MaskSpec:
     """
 
     kind: MaskKind = "full"
-    size: int = 0
-    n_sink: int = 0
+    size: Count = 0
+    n_sink: Count = 0
 
     def __post_init__(self) -> None:
         """Refuses a window without a size."""
@@ -164,6 +142,34 @@ class QueryTemperature:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Indexed:
+    """What layers have whose queries read the cells that an indexer scores highest.
+
+    Each query, of a prompt too, chooses one set for all heads; of equal scores the lower position.
+    Index keys lie in cells of a group of their own, as that of any layer: what RoPE leaves alone is
+    its latent.
+
+    Attributes:
+      n_cells: tokens that a query reads at most, itself perhaps among them.
+      keys_of: by layer, the layer that keeps its index keys, ascending.
+
+    Source: DeepSeek-V3.2-Exp `inference/model.py`; transformers `modeling_deepseek_v32`.
+    """
+
+    n_cells: Count
+    keys_of: tuple[tuple[Count, Count], ...]
+
+    def __post_init__(self) -> None:
+        """Refuses an indexer that chooses nothing."""
+        take_whole_numbers(self)
+        _check(self.n_cells >= 1, f"n_cells of indexed is {self.n_cells}; it must be at least 1")
+
+    def keys_layer(self, layer: int) -> int:
+        """The layer that keeps the index keys of a layer."""
+        return dict(self.keys_of)[layer]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupSpec:
     """Layers that share the shape of their keys, their rotation and their mask.
 
@@ -186,16 +192,16 @@ class GroupSpec:
     Source: arXiv:2405.12981 (CLA), arXiv:2406.09297 (MLKV), arXiv:2405.04434 (MLA).
     """
 
-    layers: tuple[int, ...]
-    n_kv_heads: int
-    head_dim: int
+    layers: tuple[Count, ...]
+    n_kv_heads: Count
+    head_dim: Count
     rope: RopeSpec | None
     mask: MaskSpec = MaskSpec()
     scale: float | None = None
     soft_cap: float | None = None
     temperature: QueryTemperature | None = None
-    kv_of: tuple[tuple[int, int], ...] = ()
-    latent_rank: int = 0
+    kv_of: tuple[tuple[Count, Count], ...] = ()
+    latent_rank: Count = 0
     indexed: Indexed | None = None
 
     def __post_init__(self) -> None:
@@ -255,8 +261,8 @@ class RecurrentSpec:
         empty then.
     """
 
-    layers: tuple[int, ...]
-    shapes: tuple[tuple[int, ...], ...] = ()
+    layers: tuple[Count, ...]
+    shapes: tuple[tuple[Count, ...], ...] = ()
     by_layer: tuple[tuple[StateArray, ...], ...] = ()
 
     def __post_init__(self) -> None:
@@ -271,151 +277,8 @@ class RecurrentSpec:
         return self.by_layer or (same,) * len(self.layers)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SelfExtend:
-    """Reading beyond the trained length: far tokens share positions, ga_n at a time.
-
-    Attributes:
-      ga_n: tokens that share a position (G); 1 changes nothing.
-      ga_w: window in tokens (w).
-      kind: "cache" moves the positions of cells, w tokens at a time, as llama.cpp's completion tool
-        does: no cost but a K-shift a round, and between 0 and w tokens with positions of their own.
-        "paper" leaves the cache alone and compares a query with keys less than w back by exact
-        positions, with others by grouped ones: each key beyond is rotated when it is read, with
-        rope="write" by the difference of its two positions.
-
-    Source: arXiv:2401.01325, sec. 3; llama.cpp `-gan`, `-gaw`.
-    """
-
-    ga_n: int
-    ga_w: int
-    kind: ExtendKind = "cache"
-
-    def __post_init__(self) -> None:
-        """Refuses sizes below one and, for "cache", a window that groups do not fill."""
-        take_whole_numbers(self)
-        _check(self.ga_n >= 1 and self.ga_w >= 1, f"ga_n {self.ga_n}, ga_w {self.ga_w}; at least 1")
-        _check(self.kind in ("cache", "paper"), f"SelfExtend {self.kind!r}; 'cache' or 'paper'")
-        whole = self.kind == "paper" or self.ga_w % self.ga_n == 0
-        _check(whole, f"ga_w {self.ga_w} must be a multiple of ga_n {self.ga_n}")
-
-    def reach(self, n_ctx_train: int) -> int:
-        """Tokens that a model trained for n_ctx_train can tell apart."""
-        return max(n_ctx_train - self.ga_w, 0) * self.ga_n + self.ga_w
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CacheConfig:
-    """What a user chooses of a cache.
-
-    Attributes:
-      n_ctx: cells.
-      n_seq_max: sequences that may live in the cache at once.
-      block_size: consecutive cells that attention reads at a time.
-      n_ubatch: tokens one prefill step runs at most.
-      type_k: KV dtype of keys, see `kvrt.kv_types`; or one a group of attention layers, in the
-        order of the model's `groups`. "auto" is f16 on CPU and bf16 on GPU and TPU, as of the
-        command; the `config` of a Runtime or an Engine says which. kivi4 and kivi2 are for keys
-        alone and quantize them by channel, see `kvrt.store.per_channel`.
-      type_v: KV dtype of values, likewise.
-      hadamard: keys and values are transformed before they are quantized, which spreads what lies
-        in few channels over many, see `kvrt.store.hadamard`; those of float types stay as they are.
-      rope: "write" stores keys rotated to pos - delta, "read" stores them unrotated.
-      attention: implementation, see `kvrt.attention.attend`; or one that was registered. "auto"
-        lets a Runtime or an Engine take the kernel of its platform where a self-test finds it
-        right, else "chunked"; their `config` and `stats` say which it was.
-      programs: "whole" is one program a step, "by_layer" several: one for runs of layers that are
-        alike, which compile and load in a fraction of the time. The numbers are the same up to
-        rounding. "auto" is by layer on CPU for models that tell their layers apart
-        (`kvrt.KindedDecoder`), else whole; the `config` of a Runtime or an Engine says which.
-      defrag_threshold: empty part of the first n_kv cells above which the cache is packed before
-        the next step, as llama.cpp did at 0.1; caches below 2,048 cells never are. 1 is off.
-      self_extend: how far tokens share positions; None is off.
-      swa_full: windowed layers get n_ctx cells as well, so that a sequence can be cut anywhere;
-        otherwise they keep what a window and a step need, and reuse cells.
-      n_rs_seq: tokens by which a sequence can be cut back where layers are recurrent: each keeps as
-        many states beside the newest one. In an engine's cells hits end there as well; its blocks
-        refuse it.
-      on_states: what a policy by position does where layers are recurrent. "refuse" is an error;
-        "keep" drops from the layers with attention alone: states have all tokens.
-      n_checkpoints: context checkpoints of a sequence at most: where windowed or recurrent layers
-        can be cut back to although they have moved on. 0 is none; where every layer keeps all
-        positions none is needed, and none is made.
-      checkpoint_interval: checkpoints are made at its multiples, in tokens, and where an `append`
-        of several tokens begins and ends; None is every n_ubatch, 0 only where appends do. Steps
-        end at its multiples.
-        An engine makes them of prompts: at its multiples, which in blocks are whole blocks,
-        at `Request.borders`, and where prompts end.
-      checkpoint_bytes: of the checkpoints of all sequences together, at most; None is no limit
-        but their number. In blocks pools have room for so many, which all that is cached shares.
-      select: decode reads some cells of layers with full attention, see `kvrt.select_spec`.
-    """
-
-    n_ctx: int = 4096
-    n_seq_max: int = 1
-    block_size: int = 256
-    n_ubatch: int = 512
-    type_k: KeyDtypes = "auto"
-    type_v: KVDtypes = "auto"
-    hadamard: bool = False
-    rope: RopeMode = "write"
-    attention: Literal["auto"] | Implementation | str = "auto"
-    programs: Literal["auto", "by_layer", "whole"] = "auto"
-    defrag_threshold: float = 0.1
-    self_extend: SelfExtend | None = None
-    swa_full: bool = False
-    n_rs_seq: int = 0
-    on_states: OnStates = "refuse"
-    n_checkpoints: int = 0
-    checkpoint_interval: int | None = None
-    checkpoint_bytes: int | None = None
-    select: Select | None = None
-
-    def for_platform(self, platform: str) -> "CacheConfig":
-        """The config with the KV dtypes that "auto" is on a platform of JAX."""
-        usual = default_kv_dtype(platform)
-        types = {x: usual for x in ("type_k", "type_v") if getattr(self, x) == "auto"}
-        return dataclasses.replace(self, **types) if types else self
-
-    @property
-    def requantizes(self) -> bool:
-        """Whether a K-shift rounds the keys that it moves to their KV dtype again."""
-        return self.rope == "write" and set(by_group(self.type_k)) != {"f32"}
-
-    def __post_init__(self) -> None:
-        """Refuses sizes below one and unknown names."""
-        take_whole_numbers(self)
-        for name in ("n_ctx", "n_seq_max", "block_size", "n_ubatch"):
-            value = getattr(self, name)
-            _check(value >= 1, f"{name} is {value}; it must be at least 1")
-        _check(self.n_ctx <= MAX_POS, f"n_ctx is {self.n_ctx}; the limit is {MAX_POS}")
-        _check(self.n_seq_max <= MAX_SEQUENCES, f"n_seq_max is above {MAX_SEQUENCES}")
-        check_types("type_k", self.type_k, get_args(KeyDtype))
-        check_types("type_v", self.type_v, get_args(KVDtype))
-        for name, codec in CHANNEL_CODECS.items():
-            _check(
-                name not in by_group(self.type_k) or self.block_size % codec.cells == 0,
-                f"{name} keys share a scale by {codec.cells} cells, block_size is "
-                f"{self.block_size}; make it a multiple of {codec.cells}",
-            )
-        _check(self.rope in ("write", "read"), f"rope is {self.rope!r}; 'write' or 'read'")
-        is_quantized = any(t in CODECS for t in by_group(self.type_k))
-        paper = self.self_extend is not None and self.self_extend.kind == "paper"
-        _check(
-            (self.rope == "write" and not paper) or not self.hadamard or not is_quantized,
-            "hadamard transforms keys after RoPE, and with rope='read' or SelfExtend as in the "
-            "paper RoPE comes last; use rope='write' without it, or keys of a float type",
-        )
-        _check(
-            self.programs in ("auto", "by_layer", "whole"),
-            f"programs is {self.programs!r}; 'auto', 'by_layer' or 'whole'",
-        )
-        _check(self.n_rs_seq >= 0, f"n_rs_seq is {self.n_rs_seq}; it must not be negative")
-        _check(
-            self.on_states in ("refuse", "keep"),
-            f"on_states is {self.on_states!r}; 'refuse' or 'keep'",
-        )
-        check_checkpoints(self)
-        check_config(self.select, self)
-        threshold = self.defrag_threshold
-        _check(0 <= threshold <= 1, f"defrag_threshold is {threshold}; it must lie in [0, 1]")
+def __getattr__(name: str) -> object:
+    """Refuses names that have a successor."""
+    if name in ("CacheConfig", "SelfExtend"):
+        raise ImportError(f"kvrt.config.{name} is kvrt.{name} since 2026-11-26")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,8 +4,6 @@ A message is one line and says what was wanted, what was found, the limit and th
 that raises one of these has changed nothing.
 """
 
-import warnings
-
 # What there is to do about a session that is damaged, for the end of a message.
 DAMAGED = (
     "the session is damaged: kvrt repair keeps what is sound, kvrt run --overwrite replaces it"
@@ -15,15 +13,6 @@ DAMAGED = (
 def reason(error: OSError) -> str:
     """Why the system refused, in its own words, for the middle of a line."""
     return (error.strerror or str(error)).lower()
-
-
-def warn_renamed(old: str, remedy: str, stacklevel: int = 3) -> None:
-    """Warns that a name is going away: by default whoever called the caller of this."""
-    warnings.warn(
-        f"{old} is deprecated since 2026-11-22 and an error from kvrt 0.3 on; {remedy}",
-        DeprecationWarning,
-        stacklevel=stacklevel,
-    )
 
 
 class KvrtError(Exception):

@@ -5,9 +5,10 @@ import functools
 from collections.abc import Sequence
 from typing import Literal, TypeVar
 
-from kvrt.config import CacheConfig, GroupSpec
+from kvrt.config import GroupSpec
 from kvrt.errors import BadConfig
 from kvrt.kv_types import KeyDtype, KVDtype
+from kvrt.options.cache import CacheConfig
 
 Type = TypeVar("Type", KVDtype, KeyDtype)
 

@@ -5,13 +5,14 @@ import itertools
 from collections.abc import Sequence
 
 from kvrt.errors import BadConfig
+from kvrt.whole_numbers import Count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateArray:
     """Shape of an array of a state, without the axis of states, and its NumPy dtype by name."""
 
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     dtype: str = "float32"
 
 

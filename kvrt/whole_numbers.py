@@ -2,9 +2,18 @@
 
 import dataclasses
 import numbers
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from msgspec import Meta
 
 from kvrt.errors import BadConfig
+
+# Annotations of numbers within limits, in configurations and in JSON.
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Whole = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Long = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Real = Annotated[float, Meta(ge=-(2.0**1023), le=2.0**1023)]
 
 
 def python_int(x: Any) -> Any:
@@ -32,12 +41,20 @@ def take_whole_numbers(spec: Any, *, refuse: bool = True) -> None:
     """
     for f in dataclasses.fields(spec):
         value = getattr(spec, f.name)
-        if f.type in (int, int | None):
+        inner = get_args(f.type) if get_origin(f.type) in (tuple, Union, UnionType) else (f.type,)
+        if not _is_whole(inner[0]):
+            continue
+        if inner[1:] in ((), (NoneType,)):
             number = python_int(value)
-            if refuse and not isinstance(number, int) and (f.type is int or number is not None):
+            if refuse and not isinstance(number, int) and not (number is None and inner[1:]):
                 raise BadConfig(f"{f.name} is {value!r}; a whole number is wanted")
-        elif f.type == tuple[int, ...] and not isinstance(value, str):
+        elif inner[1:] == (...,) and not isinstance(value, str):
             number = plain_tuple(value)
         else:
             continue
         object.__setattr__(spec, f.name, number)
+
+
+def _is_whole(kind: Any) -> bool:
+    """Whether an annotation is `int`, with limits or without."""
+    return kind is int or (getattr(kind, "__metadata__", ()) != () and kind.__origin__ is int)

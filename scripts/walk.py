@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvrt import CacheConfig, Engine, EngineConfig, Request, Runtime
-from kvrt.serving.config import Mode
+from kvrt.options.engine import Mode
 from scripts._lib import measure
 from scripts.toy_decoder import ToyDecoder
 

@@ -9,7 +9,7 @@ def compute_exactly() -> None:
     Users' defaults are half precision and int8, "auto". Tests of those say "auto", and those of a
     process of their own have them.
     """
-    from kvrt.config import CacheConfig  # late: a hook has to see the import
+    from kvrt.options.cache import CacheConfig
     from kvrt_models import load
 
     made = CacheConfig.__init__

@@ -8,6 +8,7 @@ import dataclasses
 import json
 
 import pytest
+from flag_samples import NEEDS, expected
 
 import kvrt
 from kvrt import (
@@ -35,11 +36,12 @@ from kvrt import (
 )
 from kvrt.attention.scored.layers import ScoredGroup, by_kind
 from kvrt.attention.scored.spec import SlotSpec
+from kvrt.cli.batch import request_line
 from kvrt.cli.batch.digest import Basis, Digests
-from kvrt.cli.batch.request_line import Asked, Parser
-from kvrt.cli.flags.declare import flags_of
+from kvrt.cli.batch.request_line import Parser
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.errors import BadConfig
+from kvrt.options.option import flags_of
 from kvrt.policies.scored import (
     H2O,
     SCORED,
@@ -236,9 +238,7 @@ NO_EFFECT = {
     BlendSpec: {INEXACT: ("ratio", "check_layer", "rule", "auto_ratio")},
     ContextShift: {DROPS: ("n_keep", "n_discard")},
     AttentionSinks: {DROPS: ("n_sink", "n_window", "n_drop")},
-    Sampling: {
-        SAMPLED: (*("temp", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "seed"),)
-    },
+    Sampling: {SAMPLED: tuple(f.name for f in dataclasses.fields(Sampling))},
 }
 
 
@@ -378,7 +378,7 @@ def basis(flags, line=LINE):
     """Of a line's results: but for the limits, which matter to errors alone."""
     flags = {"model": MODEL, **flags}
     options = BatchOptions(**flags, given=frozenset(flags))
-    asked = Parser(options.defaults()).parse(json.dumps(line).encode())
+    asked = Parser(options).parse(json.dumps(line).encode())
     found = Basis.parse(Digests(options).of(asked))
     return found.model, found.flags, found.request
 
@@ -390,14 +390,19 @@ def channels(tmp_path, monkeypatch):
         write_channels(name, (((channel,),),), "")
 
 
-def test_every_flag_of_a_batch_is_listed_once():
+def test_a_flag_decides_results_or_stands_with_a_reason_why_not():
+    """A new flag decides: results of other values of it are other results."""
     silent = [name for names in BATCH_NO_EFFECT.values() for name in names]
-    assert sorted([*FLAGS, *silent]) == sorted(f.name for f in flags_of(BatchOptions))
+    flags = {x.name: x for x in flags_of(BatchOptions)}
+    undecided = {name for name, x in flags.items() if x.decides is None and name not in FLAGS}
+    assert sorted(silent) == sorted(undecided)
 
 
 @pytest.mark.usefixtures("channels")
 def test_each_flag_changes_the_digest_of_results():
-    for name, (other, base) in FLAGS.items():
+    more = {x.name: x for x in flags_of(BatchOptions) if x.decides and x.name not in FLAGS}
+    flags = FLAGS | {name: (expected(x), NEEDS.get(name, {})) for name, x in more.items()}
+    for name, (other, base) in flags.items():
         assert basis(base | {name: other}) != basis(base), name
 
 
@@ -419,22 +424,30 @@ KEYS = {
     "room": {"quota": 99},
     "sampling": {"seed": 9},
 }
+# By key of a line that no flag has, another value; the others are flags.
+KEYS = {"prompt": "y", "n": 2, "num_beams": 2, "quota": 99}
 OTHER_KEYS = {
     "a result is found by it": ("id",),
     "in the place of the prompt": ("tokens",),
     WHEN: ("priority", "salt", "cache"),
     "by their content, below": ("chunks",),
-    "which keys a line has itself, told apart in its own digest": ("given",),
+    "of a beam search": ("length_penalty", "early_stopping"),
+    "room that is kept free": ("reserve",),
 }
 
 
-def test_every_key_of_a_request_is_listed_once():
-    silent = [name for names in OTHER_KEYS.values() for name in names]
-    assert sorted([*KEYS, *silent]) == sorted(fields_of(Asked))
+def test_every_key_of_a_request_decides_or_stands_with_a_reason_why_not():
+    silent = {name for names in OTHER_KEYS.values() for name in names}
+    flags = {x.name for x in flags_of(BatchOptions) if x.decides is not None}
+    assert request_line._KEYS.keys() - flags == {*KEYS} | silent
 
 
 def test_each_key_of_a_request_changes_the_digest_of_its_results(tmp_path):
-    found = [basis({}, LINE | more) for more in KEYS.values()]
+    for x in (x for x in flags_of(BatchOptions) if x.line is not False and x.decides):
+        needed = {name: other for name, other in NEEDS.get(x.name, {}).items()}
+        line = LINE | needed | {x.name: json.loads(json.dumps(expected(x)))}
+        assert basis({}, line) != basis({}, LINE | needed), x.name
+    found = [basis({}, LINE | {name: other}) for name, other in KEYS.items()]
     assert len({basis({}), *found}) == len(found) + 1
     assert basis({}, {"id": "a", "tokens": [1]}) != basis({}, {"id": "a", "tokens": [2]})
     chunk, line = tmp_path / "chunk.txt", LINE | {"chunks": [str(tmp_path / "chunk.txt")]}

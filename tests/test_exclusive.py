@@ -24,7 +24,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 FREE = {
     Runtime: {
         *("cells", "group_cells", "programs", "fingerprint", "n_free"),
-        *("stats", "seq_pos_min", "token_history", "text", "n_exact"),
+        *("stats", "seq_pos_min", "token_history", "n_exact"),
     },
     Engine: {
         *("programs", "fingerprint", "running", "has_work"),
@@ -34,7 +34,7 @@ FREE = {
 # What a progress callback of a Runtime may use besides.
 READS = {
     *("cache", "flush", "snapshot", "seq_pos_max", "resume_positions", "checkpoints"),
-    *("can_remove", "table", "earliest_resume"),
+    *("can_remove", "table"),
 }
 
 

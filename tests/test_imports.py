@@ -12,12 +12,13 @@ from importgraph import MODELS, ROOT, imports, module_files, module_name
 ORDER = """
     errors
     arrays whole_numbers
-    kv_types config_rules select_spec state_arrays
+    files
+    kv_types config_rules state_arrays drafts
     config
-    sizes
-    files jax_settings
+    options
+    sizes jax_settings
     exclusive
-    cells store drafts
+    cells store
     paged
     attention
     upkeep
@@ -111,8 +112,8 @@ def test_no_modules_import_each_other_in_a_circle():
     [
         ("def f():\n    from kvrt.session import io", {"kvrt.session", "kvrt.session.io"}),
         ("if TYPE_CHECKING:\n    import kvrt.store.kv", {"kvrt.store.kv"}),
-        ("import kvrt\nkvrt.version()\nkvrt.CacheConfig()", {"kvrt", "kvrt.config"}),
-        ("from kvrt import CacheConfig, session", {"kvrt.config", "kvrt.session"}),
+        ("import kvrt\nkvrt.version()\nkvrt.CacheConfig()", {"kvrt", "kvrt.options.cache"}),
+        ("from kvrt import CacheConfig, session", {"kvrt.options.cache", "kvrt.session"}),
         ("from . import slots", {"kvrt.cells", "kvrt.cells.slots"}),
         ("from .. import session", {"kvrt.session"}),
         ("from ..session.io import read", {"kvrt.session.io"}),

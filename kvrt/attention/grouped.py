@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
 from kvrt.attention import rope
 from kvrt.attention.view import AnyView, BlockView
-from kvrt.config import CacheConfig, GroupSpec, RopeSpec, SelfExtend
+from kvrt.config import GroupSpec, RopeSpec
+from kvrt.options.cache import CacheConfig, SelfExtend
 
 
 @state

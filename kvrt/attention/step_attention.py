@@ -26,9 +26,10 @@ from kvrt.attention.types import (
     tempered,
 )
 from kvrt.attention.view import AnyView, BlockView, SeqView
-from kvrt.config import MAX_POS, CacheConfig, GroupSpec
+from kvrt.config import MAX_POS, GroupSpec, Indexed
 from kvrt.errors import BadConfig
-from kvrt.select_spec import DoubleSparsity, Indexed, Select
+from kvrt.options.cache import CacheConfig
+from kvrt.options.select import DoubleSparsity, Select
 from kvrt.store import hadamard, recurrent
 from kvrt.store.codec import Quantized
 from kvrt.store.kv import KVStore

@@ -18,8 +18,8 @@ from kvrt.cellcache.contents import CacheContents
 from kvrt.cellcache.insert import Sequences
 from kvrt.cells.edits import Remove
 from kvrt.cells.slots import pad
-from kvrt.config import CacheConfig
 from kvrt.errors import BadSequence
+from kvrt.options.cache import CacheConfig
 from kvrt.policies import AnyPolicy
 from kvrt.program.device import Device
 from kvrt.program.programs import Programs

@@ -22,8 +22,9 @@ from kvrt.cellcache.contents import CacheContents
 from kvrt.cellcache.host_cells import HostCells
 from kvrt.cells import check_seq_id, n_used
 from kvrt.cells.edits import Copy, Keep, Remove, SeqEdit
-from kvrt.config import CacheConfig, GroupSpec
+from kvrt.config import GroupSpec
 from kvrt.errors import BadConfig, CannotRewind, UsageError
+from kvrt.options.cache import CacheConfig
 from kvrt.policies import AnyPolicy, Policy, ScoredPolicy, by_position
 from kvrt.policies.self_extend import extend_schedule
 from kvrt.program.device import Device

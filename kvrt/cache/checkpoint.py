@@ -20,8 +20,9 @@ from kvrt.cellcache.host_cells import HostCells
 from kvrt.cellcache.insert import Sequences
 from kvrt.cellcache.saved import SavedCells
 from kvrt.cells.slots import pad
-from kvrt.config import MAX_POS, CacheConfig
+from kvrt.config import MAX_POS
 from kvrt.errors import BadConfig
+from kvrt.options.cache import CacheConfig
 from kvrt.program.device import Device
 from kvrt.session import kv_arrays
 from kvrt.session.snapshot import CheckpointPart, TailPart

@@ -8,10 +8,11 @@ import numpy as np
 from flax import nnx
 
 from kvrt.arrays import TokenIds
-from kvrt.config import MAX_POS, CacheConfig, GroupSpec, SelfExtend
+from kvrt.config import MAX_POS, GroupSpec
 from kvrt.drafts.drafter import Speculation
 from kvrt.errors import BadConfig, BadRange, BadToken, CacheFull
 from kvrt.kv_types import any_by_channel
+from kvrt.options.cache import CacheConfig, SelfExtend
 from kvrt.policies import AnyPolicy
 
 

@@ -8,8 +8,8 @@ from kvrt.attention.scored.policy import ScoredPolicy
 from kvrt.cellcache.host_cells import HostCells
 from kvrt.cells import n_ctx, n_kv, n_used
 from kvrt.kv_types import KeyDtypes, KVDtypes
+from kvrt.options.select import Select
 from kvrt.program.device import Device
-from kvrt.select_spec import Select
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,9 @@ from kvrt.cellcache.window import Intervals
 from kvrt.cells import Cells
 from kvrt.cells.cells import mask_words
 from kvrt.cells.slots import Places, StepTokens
-from kvrt.config import MAX_POS, CacheConfig, GroupSpec, RecurrentSpec
-from kvrt.select_spec import Select
+from kvrt.config import MAX_POS, GroupSpec, RecurrentSpec
+from kvrt.options.cache import CacheConfig
+from kvrt.options.select import Select
 from kvrt.store.recurrent import StateIndex, n_states
 
 # Places by group, and state indices where layers are recurrent.

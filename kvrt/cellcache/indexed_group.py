@@ -12,7 +12,8 @@ from kvrt.cellcache.group import CellGroup, FoundSlots
 from kvrt.cells import Cells, blocks_of, owned, place, plan_slots
 from kvrt.cells import n_used as count_used
 from kvrt.cells.slots import Places, StepTokens, pad, place_one
-from kvrt.config import MAX_POS, CacheConfig, GroupSpec
+from kvrt.config import MAX_POS, GroupSpec
+from kvrt.options.cache import CacheConfig
 from kvrt.sizes import Extent, extent
 from kvrt.upkeep import shift
 

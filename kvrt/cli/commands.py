@@ -5,7 +5,7 @@ import dataclasses
 from kvrt.cli.flags import evaluate as o
 from kvrt.cli.flags import serving as e
 from kvrt.cli.flags import session_files as s
-from kvrt.cli.flags.declare import Flag, Options, flags_of
+from kvrt.options.option import Flag, Options, flags_of
 
 
 @dataclasses.dataclass(frozen=True)

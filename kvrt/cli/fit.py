@@ -9,17 +9,17 @@ from typing import Any
 
 from kvrt.cli.flags.serving import FitOptions
 from kvrt.cli.process import output, startup
-from kvrt.cli.report.size import show_size
 from kvrt.cli.report.tables import table
 from kvrt.cli.setup.config import cache_config
 from kvrt.cli.setup.model import with_window_sinks
 from kvrt.cli.setup.policy import layers_of_spec, policy_of_batch
-from kvrt.config import MAX_POS, CacheConfig
+from kvrt.config import MAX_POS, Indexed
+from kvrt.options.cache import CacheConfig
+from kvrt.options.serving import Rules
+from kvrt.options.size import show_size
 from kvrt.policies import by_position
 from kvrt.program import estimate
 from kvrt.program.estimate import Estimate, Part
-from kvrt.select_spec import Indexed
-from kvrt.serving.scheduling.step_plan import Rules
 from kvrt.serving.sizing.pool_sizes import engine_plan
 from kvrt_models import load
 from kvrt_models.spec import DecoderSpec
@@ -37,7 +37,7 @@ def execute(options: FitOptions) -> int:
     spec = with_window_sinks(described.spec, options.window_sinks)
     described = dataclasses.replace(described, spec=spec)
     config = cache_config(options, spec.n_ctx_train)
-    given = options.max_bytes()
+    given = options.size("budget")
     budget = startup.available_bytes() if given is None else given
     fit = Fit(described, config, budget, functools.partial(_estimated, options, spec))
     pages = None

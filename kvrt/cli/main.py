@@ -11,7 +11,7 @@ import kvrt
 from kvrt.cli.commands import COMMANDS
 from kvrt.cli.flags import parse
 from kvrt.cli.flags.evaluate import ModelFlags, PromptFlags
-from kvrt.cli.flags.help_text import help_text
+from kvrt.cli.flags.help_text import fields_text, help_text
 from kvrt.cli.flags.other_names import other_programs
 from kvrt.cli.flags.serving import AnyModelFlags
 from kvrt.cli.flags.session_files import NamedModel
@@ -21,6 +21,7 @@ from kvrt.cli.process.interrupt import Ended, Unwinding
 from kvrt.errors import KvrtError, UsageError
 from kvrt.files.named import check_named
 
+_FIELDS = "fields"  # the topic that is made of the options
 _SIGNALS = 128  # exit codes above it are those of signals
 _HELP = """\
 usage: kvrt COMMAND [flags]
@@ -104,7 +105,8 @@ def _dispatch(args: Sequence[str]) -> int:
 
 def _help() -> str:
     lines = [f"  {c.name:<10} {c.brief}" for c in COMMANDS]
-    wrapped = textwrap.wrap(", ".join(TOPICS), 74, initial_indent="  ", subsequent_indent="  ")
+    topics = ", ".join((*TOPICS, _FIELDS))
+    wrapped = textwrap.wrap(topics, 74, initial_indent="  ", subsequent_indent="  ")
     return _HELP.format(commands="\n".join(lines), topics="\n".join(wrapped))
 
 
@@ -116,11 +118,13 @@ def _help_on(words: Sequence[str]) -> str:
     command = next((c for c in COMMANDS if c.name == name), None)
     if command is not None:
         return help_text(command=command) + "\n"
+    if name == _FIELDS:
+        return fields_text()
     if name not in TOPICS:
-        names = [*TOPICS, *(c.name for c in COMMANDS)]
-        near = _close(name, names)
+        topics = (*TOPICS, _FIELDS)
+        near = _close(name, [*topics, *(c.name for c in COMMANDS)])
         raise UsageError(
-            f"no help on {' '.join(words)!r}{near}; the topics are: {', '.join(TOPICS)}; and every "
+            f"no help on {' '.join(words)!r}{near}; the topics are: {', '.join(topics)}; and every "
             "command"
         )
     return TOPICS[name]

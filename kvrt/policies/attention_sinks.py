@@ -4,10 +4,17 @@ Source: arXiv:2309.17453, sec. 3.2.
 """
 
 import dataclasses
+import functools
+from typing import Annotated
+
+from msgspec import Meta
 
 from kvrt.errors import BadConfig
+from kvrt.options.option import option
 from kvrt.policies.policy import Drop
 from kvrt.whole_numbers import take_whole_numbers
+
+_policy = functools.partial(option, group="Context", advanced=True, line=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,9 +32,24 @@ class AttentionSinks:
         it stay. With rope="read" nothing is rounded again.
     """
 
-    n_window: int
-    n_sink: int = 4
-    n_drop: int = 1
+    n_window: int = _policy(
+        dataclasses.MISSING,
+        "newest tokens that attention_sinks keeps; 0 takes what the context leaves",
+        "N",
+        cli=0,
+        made=True,
+        line=Annotated[int, Meta(ge=2, le=2**31 - 1)],
+        decides=("policy",),
+    )
+    n_sink: int = _policy(4, "first tokens that attention_sinks keeps", "N", decides=("policy",))
+    n_drop: int = _policy(
+        1,
+        "tokens that attention_sinks drops at once, at least; a quarter of the window, unless keys "
+        "are f32 or stored unrotated: each drop rounds the others again",
+        "N",
+        low=1,
+        decides=("policy", "n_drop"),
+    )
 
     def __post_init__(self) -> None:
         """Refuses an empty window, and drops that would not leave a token in it."""

@@ -6,6 +6,7 @@ Source: llama.cpp `examples/main` (n_keep, n_discard = n_left / 2).
 import dataclasses
 
 from kvrt.errors import BadConfig
+from kvrt.options.option import option
 from kvrt.policies.policy import Drop
 from kvrt.whole_numbers import take_whole_numbers
 
@@ -20,8 +21,28 @@ class ContextShift:
         keys other than f32 at least a quarter of it is dropped, see `AttentionSinks`.
     """
 
-    n_keep: int = 0
-    n_discard: int | None = None
+    n_keep: int = option(
+        0,
+        "tokens of the prompt that a shift never drops, BOS not counted; -1 keeps all; if not "
+        "given, a session's",
+        "N",
+        group="Context",
+        flag="keep",
+        low=-1,
+        made=True,
+        line=True,
+        decides=("policy",),
+    )
+    n_discard: int | None = option(
+        None,
+        "tokens that a context shift drops at once; 0 is half of what --keep leaves",
+        "N",
+        group="Context",
+        none_at=0,
+        advanced=True,
+        line=True,
+        decides=("policy", "n_discard"),
+    )
 
     def __post_init__(self) -> None:
         """Refuses negative counts."""

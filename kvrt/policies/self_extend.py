@@ -9,7 +9,7 @@ Source: llama.cpp `tools/completion` (ga_i, ga_n, ga_w); its `seq_div` rotates k
 import dataclasses
 
 from kvrt.cells.edits import Divide, SeqEdit, Shift
-from kvrt.config import CacheConfig, SelfExtend
+from kvrt.options.cache import CacheConfig, SelfExtend
 from kvrt.policies.schedule import Due, SeqCounts
 
 

@@ -17,9 +17,9 @@ from kvrt.attention.contract import Decoder
 from kvrt.cellcache.host_cells import Where
 from kvrt.cells import Cells, lengthened
 from kvrt.cells.slots import Places, one_sequence, pad
-from kvrt.config import CacheConfig
 from kvrt.errors import BadConfig
 from kvrt.exclusive import HeldInterrupts
+from kvrt.options.cache import CacheConfig
 from kvrt.program import decode_loop, sample, step
 from kvrt.program.batch import Batch, bucket, prompt_batches
 from kvrt.program.copies.block_copies import block_copies

@@ -12,8 +12,9 @@ import jax
 
 from kvrt.arrays import array_bytes
 from kvrt.cells.cells import mask_words
-from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
+from kvrt.config import GroupSpec, RecurrentSpec
 from kvrt.kv_types import any_by_channel
+from kvrt.options.cache import CacheConfig
 from kvrt.paged.layout.checkpoints import checkpoint_bytes, with_checkpoints
 from kvrt.paged.layout.groups import Grouping, LayerCache, group_layers, layer_caches
 from kvrt.paged.layout.sizing import for_tokens, greatest, most_blocks

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 
 from kvrt.attention.scored.layers import ScoredGroup
 from kvrt.attention.scored.policy import ScoredPolicy
-from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
+from kvrt.config import GroupSpec, RecurrentSpec
 from kvrt.config_rules import check_index_keys
 from kvrt.errors import BadConfig
 from kvrt.kv_types import CHANNEL_CODECS
+from kvrt.options.cache import CacheConfig
 from kvrt.paged.layout.spec import PagedPlan
 from kvrt.sizes import StoreSpec, pool_extent, store_specs, types_of
 from kvrt.store.recurrent import n_states

@@ -15,8 +15,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kvrt.config import CacheConfig
 from kvrt.errors import BadConfig
+from kvrt.options.cache import CacheConfig
 from kvrt.program.layout import Layout
 from kvrt.sizes import DividedConfig, Extent
 from kvrt.store.kv import KVStore

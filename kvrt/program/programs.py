@@ -26,6 +26,7 @@ from kvrt.attention import registry
 from kvrt.attention.contract import Decoder, KindedDecoder, LayeredDecoder
 from kvrt.errors import BadConfig
 from kvrt.jax_settings import compiler_options, own_settings
+from kvrt.options.select import DoubleSparsity
 from kvrt.program.disk_hits import CompileProgress, DiskHits
 from kvrt.program.labels.arrays import check_weights
 from kvrt.program.mesh import Placement
@@ -34,7 +35,6 @@ from kvrt.program.serialized.digests import program_digest, values_digest
 from kvrt.program.serialized.program_file import ProgramFile
 from kvrt.program.step import NanScores, StepSpec
 from kvrt.program.weights import param_path, param_shardings
-from kvrt.select_spec import DoubleSparsity
 
 # In the place of parameters that a program does not use.
 _NOT_GIVEN = np.zeros(0, np.int8)

@@ -9,7 +9,6 @@ arXiv:1909.05858, sec. 4.1.
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,52 +18,11 @@ import numpy as np
 from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, UInt32, state
-from kvrt.errors import BadConfig
+from kvrt.options.sampling import Sampling
 from kvrt.program.programs import Program
-from kvrt.whole_numbers import take_whole_numbers
 
 # In place of a token where logits have NaN, +inf or no finite value: it travels with the tokens.
 NO_TOKEN = -1
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How the next token is sampled.
-
-    Attributes:
-      temp: temperature; 0 is greedy.
-      top_k: keep the k greatest logits; 0 is off.
-      top_p: keep the smallest set with at least this probability; 1 is off.
-      min_p: drop tokens below this share of the greatest probability; 0 is off.
-      repeat_penalty: divides positive and multiplies negative logits of recent tokens; 1 is off.
-      repeat_last_n: tokens that count as recent.
-      seed: of `jax.random`'s threefry2x32, whatever generator the process has by default.
-    """
-
-    temp: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repeat_penalty: float = 1.0
-    repeat_last_n: int = 64
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Refuses values outside their range, and NaN."""
-        take_whole_numbers(self)
-        limits = {
-            "temp": (0.0, math.inf),
-            "top_k": (0, 2**31 - 1),
-            "top_p": (0.0, 1.0),
-            "min_p": (0.0, 1.0),
-            "repeat_penalty": (1e-6, math.inf),
-            "repeat_last_n": (0, 1 << 20),
-            "seed": (0, 2**32 - 1),
-        }
-        for name, (low, high) in limits.items():
-            value = getattr(self, name)
-            if not (low <= value <= high and math.isfinite(value)):
-                raise BadConfig(f"{name} is {value}; it must lie in [{low}, {high}]")
 
 
 @state

@@ -25,8 +25,8 @@ from kvrt.attention.select.labels import LabelArray, LabelPlan, StoreLabels
 from kvrt.attention.step_attention import StepAttention, step_attention
 from kvrt.cells import Cells, owner_bits, place, vacate
 from kvrt.cells import create as create_cells
-from kvrt.config import CacheConfig
 from kvrt.errors import BadConfig
+from kvrt.options.cache import CacheConfig
 from kvrt.program.batch import Batch, Places
 from kvrt.program.labels.arrays import label_plan, n_labelled
 from kvrt.program.layout import Layout

@@ -7,7 +7,7 @@ import numpy as np
 
 from kvrt.drafts.drafter import DraftContext
 from kvrt.errors import BadConfig
-from kvrt.program.sample import Sampling
+from kvrt.options.sampling import Sampling
 from kvrt.reuse.diff import common_prefix
 from kvrt.runtime.generate import After, GenerationSpec
 from kvrt.runtime.runtime import Runtime

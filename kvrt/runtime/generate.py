@@ -13,6 +13,7 @@ from kvrt.cache.last_logits import ResumePoint
 from kvrt.drafts.back_off import BackOff
 from kvrt.drafts.drafter import Speculation
 from kvrt.errors import BadConfig, BadToken
+from kvrt.options.sampling import Sampling
 from kvrt.program import sample
 from kvrt.program.decode_loop import LoopSpec
 from kvrt.program.device import Device
@@ -68,7 +69,7 @@ class GenerationSpec:
 
     n_predict: int | None
     seq_id: int
-    sampling: sample.Sampling
+    sampling: Sampling
     stop_ids: tuple[int, ...]
     recent: tuple[int, ...]
     n_best: int

@@ -1,18 +1,22 @@
 """Calibration of Double Sparsity: which channels of each layer and kv head scores come from."""
 
+import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
+from msgspec import Meta
 
 from kvrt.arrays import Array, Float
 from kvrt.attention.types import AttendArgs
 from kvrt.cells.slots import Places
-from kvrt.config import CacheConfig
 from kvrt.errors import BadConfig
-from kvrt.files import kinds, small_json
+from kvrt.files import kinds
+from kvrt.files.typed_json import read_typed
+from kvrt.options.cache import CacheConfig
+from kvrt.options.select import Channels
 from kvrt.program import step
 from kvrt.program.batch import Batch
 from kvrt.program.device import dispatched
@@ -21,9 +25,6 @@ from kvrt.program.layers.taps import look
 from kvrt.program.layout import Layout, cell_layout
 from kvrt.program.programs import Programs
 from kvrt.program.step import StepSpec
-from kvrt.select_spec import Channels
-
-_KIND = "kvrt heavy channels, 1"
 
 
 def heavy_channels(
@@ -116,7 +117,7 @@ def write_channels(path: str, channels: Channels, weights: str) -> None:
       UsageError: the path holds another kind of file.
       SaveError: it cannot be written.
     """
-    found = {"kind": _KIND, "weights": weights, "channels": channels}
+    found = {"kind": "kvrt heavy channels, 1", "weights": weights, "channels": channels}
     data = json.dumps(found).encode()
     kinds.write_whole(path, data, kinds.CHANNELS)
 
@@ -127,17 +128,14 @@ def read_channels(path: str) -> tuple[Channels, str]:
     Raises:
       BadConfig: the file cannot be read, or has something else.
     """
-    found = small_json.read_json_file(path, "heavy channels")
-    if not isinstance(found, dict) or found.get("kind") != _KIND or not _is_sound(found):
-        raise BadConfig(f"{path} has no heavy channels; make one with scripts.calibrate_channels")
-    channels = tuple(tuple(tuple(head) for head in layer) for layer in found["channels"])
-    return channels, found["weights"]
+    found = read_typed(_File, path, "heavy channels, which scripts.calibrate_channels makes")
+    return found.channels, found.weights
 
 
-def _is_sound(found: dict[str, Any]) -> bool:
-    layers = found.get("channels")
-    if not isinstance(layers, list) or not layers or not isinstance(found.get("weights"), str):
-        return False
-    if not all(isinstance(x, list) and x and all(isinstance(h, list) for h in x) for x in layers):
-        return False
-    return all(type(c) is int for layer in layers for head in layer for c in head)
+@dataclasses.dataclass(frozen=True)
+class _File:
+    kind: Literal["kvrt heavy channels, 1"]
+    weights: str
+    channels: Annotated[
+        tuple[Annotated[tuple[tuple[int, ...], ...], Meta(min_length=1)], ...], Meta(min_length=1)
+    ]

@@ -14,17 +14,17 @@ from kvrt.cache.stats import Stats
 from kvrt.cellcache import history
 from kvrt.cellcache.checkpoint.resume import ResumePositions
 from kvrt.cells import Cells, seq_pos_min
-from kvrt.config import CacheConfig
 from kvrt.drafts.drafter import Speculation
 from kvrt.exclusive import Exclusive, Guarded, one_call_at_a_time
+from kvrt.options.cache import CacheConfig
+from kvrt.options.sampling import Sampling
 from kvrt.policies import AnyPolicy
 from kvrt.program.disk_hits import CompileProgress
 from kvrt.program.mesh import MeshSpec, placement
 from kvrt.program.programs import Programs
-from kvrt.program.sample import Sampling
 from kvrt.program.step import Cache
 from kvrt.reuse.blend import BlendSpec
-from kvrt.runtime import blend, generate, old_names
+from kvrt.runtime import blend, generate
 from kvrt.runtime.blend import Blended
 from kvrt.runtime.chunks.chunk import CachedChunk, StoredChunk
 from kvrt.runtime.edits import SequenceEdits
@@ -40,12 +40,9 @@ Ints = Int32[np.ndarray, " n"]
 @one_call_at_a_time(
     free=(
         *("cells", "group_cells", "programs", "fingerprint", "n_free", "stats"),
-        *("seq_pos_min", "token_history", "text", "n_exact"),
+        *("seq_pos_min", "token_history", "n_exact"),
     ),
-    reads=(
-        *("cache", "flush", "snapshot", "seq_pos_max", "resume_positions", "checkpoints"),
-        "earliest_resume",
-    ),
+    reads=("cache", "flush", "snapshot", "seq_pos_max", "resume_positions", "checkpoints"),
 )
 class Runtime(SequenceEdits):
     """A model on a cell cache.
@@ -58,9 +55,9 @@ class Runtime(SequenceEdits):
 
     It takes one call at a time, and one item of `generate` is a call: another one meanwhile, of any
     thread, raises `Busy` and changes nothing. `stats`, `cells`, `group_cells`, `programs`,
-    `fingerprint`, `n_free`, `seq_pos_min`, `token_history` (old name: `text`) and `n_exact` never
+    `fingerprint`, `n_free`, `seq_pos_min`, `token_history` and `n_exact` never
     do. A `progress` callback may also use `cache`, `flush`, `snapshot`, `seq_pos_max`,
-    `resume_positions` (old name: `earliest_resume`), `checkpoints`, `can_remove` and `table`.
+    `resume_positions`, `checkpoints`, `can_remove` and `table`.
     Another thread may save what `snapshot` returned.
     """
 
@@ -95,8 +92,6 @@ class Runtime(SequenceEdits):
         self.config, self.identity = self._cache.device.settled(config), dict(identity or {})
         self.n_vocab, self._model_name = int(model.n_vocab), type(model).__name__
         self._stepper = Stepper(self._cache, self.n_vocab)
-
-    text, earliest_resume = old_names.text, old_names.earliest_resume
 
     @property
     def cells(self) -> Cells:

@@ -3,8 +3,9 @@
 import dataclasses
 from collections.abc import Callable
 
-from kvrt.config import CacheConfig, GroupSpec
+from kvrt.config import GroupSpec
 from kvrt.errors import BadConfig, BadRequest
+from kvrt.options.cache import CacheConfig
 from kvrt.policies import DropSchedule, Policy, Schedule
 from kvrt.policies.schedule import n_first
 from kvrt.policies.self_extend import ExtendSchedule, extend_schedule

@@ -2,27 +2,27 @@
 
 import dataclasses
 from collections.abc import Generator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from jax.sharding import Mesh
 
 from kvrt.arrays import Array, Float
 from kvrt.attention.contract import Decoder
 from kvrt.cache import checks
-from kvrt.config import CacheConfig
 from kvrt.drafts.layer_skip import LayerSkip
-from kvrt.errors import BadRequest, warn_renamed
+from kvrt.errors import BadRequest
 from kvrt.exclusive import Exclusive, Guarded, one_call_at_a_time
+from kvrt.options.cache import CacheConfig
+from kvrt.options.engine import EngineConfig
+from kvrt.options.sampling import Sampling
 from kvrt.policies import AnyPolicy, Schedule, by_position
 from kvrt.program.mesh import MeshSpec
 from kvrt.program.programs import Programs
 from kvrt.program.rounds.layer_skip import check_exit
-from kvrt.program.sample import Sampling
 from kvrt.serving.cache.opening import open_space
-from kvrt.serving.config import EngineConfig, from_keywords
 from kvrt.serving.contexts import contexts_of
 from kvrt.serving.limits import Limits
-from kvrt.serving.metrics import EngineStats, as_metrics
+from kvrt.serving.metrics import EngineStats
 from kvrt.serving.offload import Tiers
 from kvrt.serving.outputs import Output, Outputs
 from kvrt.serving.request import Request, SeqState, samples_of
@@ -35,7 +35,7 @@ from kvrt.session.snapshot import Snapshot
 
 
 @one_call_at_a_time(
-    free=("programs", "running", "has_work", "stats", "metrics", "usage", "tiers", "fingerprint"),
+    free=("programs", "running", "has_work", "stats", "usage", "tiers", "fingerprint"),
 )
 class Engine:
     """A model that serves requests, in cells or in blocks.
@@ -63,7 +63,6 @@ class Engine:
         *,
         mesh: MeshSpec | Mesh | None = None,
         policy: AnyPolicy | None = None,
-        **old: Any,
     ):
         """Allocates the cache; nothing is compiled before it is needed.
 
@@ -77,7 +76,6 @@ class Engine:
           policy: what a request keeps when it outgrows its context, n_ctx_seq of the rules, unless
             it names a policy of its own; None refuses requests that could. One by score is that of
             all requests.
-          **old: fields of `options`, as keyword arguments up to 0.1.
 
         Raises:
           BadConfig: the config asks for what an engine does not do, rules do not fit it, there are
@@ -85,7 +83,7 @@ class Engine:
         """
         self._exclusive = Exclusive("Engine")
         config = checks.settled(model, config, policy)
-        self.options = from_keywords(options, old).fitted(config)
+        self.options = (options or EngineConfig()).fitted(config)
         agreement = agreement_for(self.options, on_mesh=mesh is not None)
         self.device, self.space, config = open_space(model, config, self.options, mesh, policy)
         self.config = self.device.settled(config)
@@ -318,14 +316,9 @@ class Engine:
         """Counters so far, which `kvrt.serving.prometheus` can write."""
         return self._snapshot()
 
-    def metrics(self) -> dict[str, Any]:
-        """`stats` as a dictionary, with the names of 0.1."""
-        warn_renamed("Engine.metrics", "call Engine.stats")
-        return as_metrics(self._snapshot())
-
     @property
     def usage(self) -> float:
-        """How full the fullest pool, or group's cells, is; cheaper than `metrics`."""
+        """How full the fullest pool, or group's cells, is; cheaper than `stats`."""
         return self.space.usage
 
     @property

@@ -173,19 +173,6 @@ def device_counts(device: Device) -> dict[str, Any]:
     }
 
 
-def as_metrics(stats: EngineStats) -> dict[str, Any]:
-    """The dictionary that `Engine.metrics` returned up to 0.1."""
-    found = dataclasses.asdict(stats)
-    sampled, offloaded = stats.tokens["sampled"], stats.sequences["offloaded"]
-    found |= {
-        **{"steps": stats.n_steps, "ended": found["finished"], "bad_logits": stats.n_bad_logits},
-        **{"hit_rate": stats.hit_rate, "usage": stats.usage, "pools": list(found["pools"])},
-        "tokens": found["tokens"] | {"drawn": sampled},
-        "rows": found["sequences"] | {"parked": offloaded},
-    }
-    return found
-
-
 class Metrics:
     """Counters of an engine; nothing here is ever counted down.
 

@@ -8,10 +8,10 @@ free blocks of the device first, where it is found as if it had never left.
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from kvrt.cache import capture
 from kvrt.errors import BadConfig
+from kvrt.options.serving import TierConfig
 from kvrt.paged.hashing import Chain, PrefixHash
 from kvrt.paged.hits import Hit, Wanted
 from kvrt.paged.layout.spec import NULL, PagedPlan
@@ -21,12 +21,11 @@ from kvrt.paged.requests.transaction import Registered
 from kvrt.paged.tiers.block_file import BlockFile
 from kvrt.paged.tiers.disk import DiskTier, block_name
 from kvrt.paged.tiers.host import HostTier
-from kvrt.paged.tiers.index import PolicyName, TierIndex
+from kvrt.paged.tiers.index import TierIndex
 from kvrt.paged.tiers.tiering import Tiering
 from kvrt.program.device import Device
 from kvrt.serving.metrics import TierUse
 from kvrt.session import fingerprint, older_fingerprint
-from kvrt.whole_numbers import take_whole_numbers
 
 # What a block of a group holds: its name in the tiers.
 _Entry = tuple[int, PrefixHash]
@@ -36,34 +35,6 @@ _N_TIMED = 4
 _NAME_REST = 256
 # Of an identity, what blocks of before lacked and that follows from the files of the weights.
 _OF_MODEL_FILES = {"name", "arch", "tokenizer", "decoder", "weight_type"}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TierConfig:
-    """Where blocks go beyond the device.
-
-    Attributes:
-      host_bytes: memory of the host for blocks, of all pools.
-      disk: a folder for blocks that the host has; None for none.
-      disk_bytes: of the files in it.
-      policy: which block goes first.
-      always: takes blocks from a tier even where computing them again is measured to be faster.
-    """
-
-    host_bytes: int
-    disk: Path | None = None
-    disk_bytes: int = 0
-    policy: PolicyName = "lru"
-    always: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuses tiers without room."""
-        take_whole_numbers(self)
-        if self.host_bytes < 1 or (self.disk is not None and self.disk_bytes < 1):
-            raise BadConfig(
-                f"tiers of {self.host_bytes} bytes on the host and {self.disk_bytes} on the disk; "
-                "each that is used needs room"
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,11 +13,11 @@ from typing import Literal
 from kvrt.config import MAX_SEQUENCES
 from kvrt.drafts.back_off import BackOff
 from kvrt.errors import BadRequest
+from kvrt.options.sampling import Sampling
 from kvrt.paged.hashing import Chain
 from kvrt.paged.hits import Hit
 from kvrt.policies import DropSchedule, Policy, Schedule, SeqCounts
 from kvrt.policies.schedule import n_first
-from kvrt.program.sample import Sampling
 from kvrt.serving.beams.spec import BeamSpec, EarlyStopping
 from kvrt.serving.sessions.private_prefix import PrivatePrefix
 from kvrt.whole_numbers import take_whole_numbers

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvrt.errors import BadRequest
-from kvrt.program.sample import Sampler, Sampling
+from kvrt.options.sampling import Sampling
+from kvrt.program.sample import Sampler
 from kvrt.serving.request import Request, SeqState
 
 _NAMES = ("temp", "top_k", "top_p", "min_p", "repeat_penalty", "seed")

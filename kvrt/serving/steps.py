@@ -20,11 +20,11 @@ from kvrt.arrays import Array, Float
 from kvrt.cache.runner import Runner
 from kvrt.cells.slots import pad
 from kvrt.errors import BadRequest
+from kvrt.options.engine import EngineConfig
 from kvrt.program.device import Device
 from kvrt.program.sample import NO_TOKEN, Sampler
 from kvrt.serving.beams.running import RunningBeams
 from kvrt.serving.cache.space import Space
-from kvrt.serving.config import EngineConfig
 from kvrt.serving.drafting.engine_drafts import EngineDrafts
 from kvrt.serving.metrics import EngineStats, Metrics, device_counts
 from kvrt.serving.outputs import Output, bad_logits, output_of

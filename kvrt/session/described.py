@@ -1,29 +1,22 @@
 """The groups of layers that a fingerprint describes, as the configuration they came from."""
 
-import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
-from kvrt.config import (
-    MAX_POS,
-    GroupSpec,
-    MaskSpec,
-    QueryTemperature,
-    RecurrentSpec,
-    RopeSpec,
-    SelfExtend,
-)
-from kvrt.errors import DAMAGED, BadSession, UsageError
-from kvrt.select_spec import Indexed
-from kvrt.session import kv_arrays
+from kvrt.config import GroupSpec, MaskSpec, RecurrentSpec
+from kvrt.errors import DAMAGED, BadSession
+from kvrt.files.typed_json import typed
+from kvrt.options.cache import SelfExtend
+from kvrt.session import fingerprint, kv_arrays
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.state_arrays import StateArray
+from kvrt.whole_numbers import Count
 
 _FIELDS = ("groups", "model", "recurrent", "rope", "type_k", "type_v", "hadamard", "self_extend")
-_Spec = TypeVar("_Spec", GroupSpec, MaskSpec, RopeSpec, QueryTemperature, SelfExtend, Indexed)
+_Spec = TypeVar("_Spec")
 _MAX_DEPTH, _MAX_CHARS, _MAX_INT = 16, 1 << 16, 2**63
 
 
@@ -49,7 +42,7 @@ def check_fingerprint(found: Fingerprint) -> None:
     try:
         if found["self_extend"] is not None:
             _made(SelfExtend, found["self_extend"])
-    except (TypeError, AttributeError, UsageError) as error:
+    except ValueError as error:
         raise _bad("how positions are shared") from error
     if found["rope"] not in ("write", "read") or not isinstance(found["hadamard"], bool):
         raise _bad("how keys are kept")
@@ -82,7 +75,7 @@ def sizes(found: Fingerprint, group: int) -> tuple[int, int, tuple[int, int]]:
     """
     try:
         spec = _group(found["groups"][group])
-    except (KeyError, IndexError, TypeError, AttributeError, UsageError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         raise _bad(f"the keys and values of group {group}") from error
     return len(spec.layers), spec.n_kv_heads, (spec.dim_k, spec.dim_v)
 
@@ -94,12 +87,11 @@ def state_arrays(found: Fingerprint) -> tuple[tuple[StateArray, ...], ...]:
       BadSession: the fingerprint does not say.
     """
     try:
-        said = found["recurrent"]
-        layers, shapes = tuple(said["layers"]), tuple(tuple(s) for s in said["shapes"])
-        by_layer = tuple(tuple(map(_array, layer)) for layer in said.get("by_layer", ()))
-        _check_whole(*layers, *(n for shape in shapes for n in shape))
-        return RecurrentSpec(layers=layers, shapes=shapes, by_layer=by_layer).arrays
-    except (KeyError, TypeError, AttributeError, UsageError) as error:
+        layers = _made(RecurrentSpec, found["recurrent"], fingerprint.LATER_OF_STATES).arrays
+        for x in (x for layer in layers for x in layer):
+            np.dtype(x.dtype)
+        return layers
+    except (KeyError, TypeError, ValueError) as error:
         raise _bad("the states' shapes") from error
 
 
@@ -110,9 +102,8 @@ def n_vocab(found: Fingerprint) -> int:
       BadSession: the fingerprint does not say.
     """
     try:
-        n = found["model"]["n_vocab"]
-        _check_whole(n)
-    except (KeyError, TypeError) as error:
+        n = typed(Count, found["model"]["n_vocab"])
+    except (KeyError, TypeError, ValueError) as error:
         raise _bad("the vocabulary's size") from error
     return n
 
@@ -125,7 +116,7 @@ def mask(found: Fingerprint, group: int) -> MaskSpec:
     """
     try:
         return _made(MaskSpec, found["groups"][group]["mask"])
-    except (KeyError, IndexError, TypeError, AttributeError, UsageError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         raise _bad(f"what group {group} sees") from error
 
 
@@ -137,7 +128,7 @@ def groups(found: Fingerprint) -> tuple[GroupSpec, ...]:
     """
     try:
         return tuple(_group(said) for said in found["groups"])
-    except (KeyError, TypeError, AttributeError, UsageError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise _bad("the groups of layers") from error
 
 
@@ -154,52 +145,21 @@ def arch(found: Fingerprint) -> str:
 
 
 def _group(said: Mapping[str, Any]) -> GroupSpec:
-    rope, seen = said["rope"], said["mask"]
-    _check_whole(*said["layers"], said["n_kv_heads"], said["head_dim"])
-    _check_whole(seen["size"], seen["n_sink"])
     # The size of the context stands among the others where it decides frequencies.
-    known = rope and {k: v for k, v in rope.items() if k != "n_ctx"}
-    temperature, kv_of = said["temperature"], said.get("kv_of", [])
-    latent_rank = said.get("latent_rank", 0)
-    _check_whole(latent_rank, *(x for pair in kv_of for x in pair))
-    indexed = said.get("indexed")
-    fields = {
-        "indexed": indexed and _indexed(indexed),
-        "latent_rank": latent_rank,
-        "kv_of": tuple(map(tuple, kv_of)),
-        "rope": rope and _made(RopeSpec, known),
-        "mask": _made(MaskSpec, seen),
-        "temperature": temperature and _made(QueryTemperature, temperature),
-    }
-    return _made(GroupSpec, {**said, **fields})
+    rope = said["rope"] and {k: v for k, v in said["rope"].items() if k != "n_ctx"}
+    return _made(GroupSpec, {**said, "rope": rope}, fingerprint.LATER_OF_GROUPS)
 
 
-def _indexed(said: Mapping[str, Any]) -> Indexed:
-    """An indexer; raises TypeError where it is none."""
-    keys_of = tuple(map(tuple, said["keys_of"]))
-    _check_whole(said["n_cells"], *(x for pair in keys_of for x in pair))
-    return _made(Indexed, {**said, "keys_of": keys_of})
-
-
-def _array(said: Mapping[str, Any]) -> StateArray:
-    """An array of a state; raises TypeError where its sizes or its type are none."""
-    shape, dtype = tuple(said["shape"]), said["dtype"]
-    _check_whole(*shape)
-    return StateArray(shape=shape, dtype=np.dtype(dtype).name)
-
-
-def _made(kind: type[_Spec], said: Mapping[str, Any]) -> _Spec:
+def _made(kind: type[_Spec], said: Mapping[str, Any], later: Sequence[str] = ()) -> _Spec:
     """A configuration of fields that are all there: none gets the default of today.
 
     Raises:
-      TypeError: a field is absent or unknown, or has no such value.
-      UsageError: the configuration refuses a value.
+      ValueError: a field is absent or unknown, or has no such value.
     """
-    absent = {f.name for f in dataclasses.fields(kind)} - set(said)
-    if absent:
-        raise TypeError(f"{sorted(absent)} are absent")
-    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in said.items()}
-    return kind(**values)
+    spec = typed(kind, said)
+    if fingerprint.said_of(spec, later) != said:
+        raise ValueError(f"not all fields of {kind.__name__}, or others")
+    return spec
 
 
 def _is_plain(x: Any) -> bool:
@@ -208,12 +168,6 @@ def _is_plain(x: Any) -> bool:
     if isinstance(x, float):
         return math.isfinite(x)
     return x is None or isinstance(x, bool) or (isinstance(x, int) and abs(x) < _MAX_INT)
-
-
-def _check_whole(*values: Any) -> None:
-    """Raises TypeError for what is no whole number in [0, 2^31)."""
-    if any(type(x) is not int or not 0 <= x <= MAX_POS for x in values):
-        raise TypeError
 
 
 def _bad(what: str) -> BadSession:

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
+from kvrt.config import GroupSpec, RecurrentSpec
 from kvrt.errors import BadConfig, SessionMismatch
 from kvrt.files.class_source import class_identity
+from kvrt.options.cache import CacheConfig
 from kvrt.session import kv_arrays
 from kvrt.session.older_fingerprint import SCHEMA
 
@@ -32,6 +33,7 @@ NAME, WEIGHT_TYPE = "name", "weight_type"
 _TYPES = ("type_k", "type_v", "hadamard")
 
 # Written where they say something alone: sessions of before know nothing of them.
+LATER_OF_GROUPS, LATER_OF_STATES = ("kv_of", "latent_rank", "indexed"), ("by_layer",)
 _LATER_OF_POLICIES = ("head_share", "n_read", "refresh_every", "close_up")
 
 Fingerprint = Mapping[str, Any]  # of JSON values
@@ -60,7 +62,7 @@ def describe(
         "schema": SCHEMA,
         "model": {"n_vocab": n_vocab, "weights": weights, **identity},
         "groups": [_group(g, config) for g in groups],
-        "recurrent": recurrent and _said(recurrent, ("by_layer",)),
+        "recurrent": recurrent and said_of(recurrent, LATER_OF_STATES),
         "rope": config.rope,
         **kv_arrays.fingerprint_types(config),
         "self_extend": config.self_extend and plain(config.self_extend),
@@ -75,7 +77,7 @@ def with_scored(
         return found
     said = [
         {
-            "policy": named_policy(policy, _said(policy, _LATER_OF_POLICIES)),
+            "policy": named_policy(policy, said_of(policy, _LATER_OF_POLICIES)),
             "group": _group(x.group, config),
             "slots": [
                 {"budget": s.budget, "type_k": s.type_k, "type_v": s.type_v} for s in x.slots
@@ -180,7 +182,7 @@ def named_model(fingerprint: Fingerprint) -> str:
     return str(model.get(NAME, "")) if isinstance(model, Mapping) else ""
 
 
-def _said(spec: Any, later: Sequence[str]) -> dict[str, Any]:
+def said_of(spec: Any, later: Sequence[str]) -> dict[str, Any]:
     """A configuration, of whose `later` fields those alone that say something.
 
     So files of all others stay what they were before there was such a field.
@@ -199,7 +201,7 @@ def named_policy(policy: object, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _group(group: GroupSpec, config: CacheConfig) -> dict[str, Any]:
-    out = _said(group, ("kv_of", "latent_rank", "indexed"))
+    out = said_of(group, LATER_OF_GROUPS)
     if group.rope is not None:
         out["rope"]["n_ctx"] = config.n_ctx if group.rope.by_length else None
     return out

@@ -11,9 +11,9 @@ from typing import Any, cast, get_args
 import numpy as np
 
 from kvrt.arrays import AnyArray
-from kvrt.config import CacheConfig
 from kvrt.errors import DAMAGED, BadSession
 from kvrt.kv_types import CODECS, FLOAT_DTYPES, KVDtype, portable_dtypes
+from kvrt.options.cache import CacheConfig
 from kvrt.store import hadamard_size
 from kvrt.store.quantized import AnyKVArray, Quantized, each
 

@@ -7,34 +7,44 @@ that a file made on purpose cannot make a reader crash, hang or allocate.
 import dataclasses
 import itertools
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
 
-from kvrt.cellcache.saved import KeptStates
-from kvrt.cellcache.window import Intervals, union
-from kvrt.config import MAX_POS, MAX_SEQUENCES
+from msgspec import Meta
+
+from kvrt.cellcache.window import union
+from kvrt.config import MAX_SEQUENCES
 from kvrt.errors import DAMAGED, BadSession
+from kvrt.files.typed_json import json_value, shown_json, typed
 from kvrt.session import described
 from kvrt.session.divided import division
 from kvrt.session.divided.division import Division
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.older_fingerprint import completed
 from kvrt.session.snapshot import SamplingState
+from kvrt.whole_numbers import Count, Whole
 
+_DIGEST = Meta(pattern="^[0-9a-f]{32}$", extra={"wanted": "32 hexadecimal digits"})
 # 128k tokens of two groups of layers in 4,096 sequences take 1.0 MB, a million tokens 0.7 MB more;
 # what a reader makes of so many bytes takes ten times as much, and a tenth of a second.
 MAX_BYTES = 1 << 22
 MAX_GROUPS, MAX_BLOBS = 4096, 1 << 20
-MAX_PARTS = 1 << 16  # of a group, and processes that wrote them
+
+SeqId = Annotated[int, Meta(ge=0, le=MAX_SEQUENCES - 1)]
+SeqIds = Annotated[tuple[SeqId, ...], Meta(max_length=MAX_SEQUENCES)]
+Pairs = Annotated[tuple[tuple[Count, Count], ...], Meta(max_length=1 << 20)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Blob:
     """A stretch of the file that holds tensors: where, how long, and the xxh3-128 of its bytes."""
 
-    offset: int
-    n_bytes: int
-    digest: str
+    offset: Whole
+    n_bytes: Whole
+    digest: Annotated[str, _DIGEST]
+
+
+Blobs = Annotated[tuple[Blob, ...], Meta(max_length=MAX_BLOBS)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,11 +54,11 @@ class GroupEntry:
     Where devices of a mesh wrote it, `division` says how, and `blocks` are its pieces.
     """
 
-    n_cells: int
-    head: int
-    n_used: int
-    lost: Mapping[int, Intervals]
-    blocks: tuple[Blob, ...]
+    n_cells: Count
+    head: Count
+    n_used: Count
+    lost: Mapping[SeqId, Pairs]
+    blocks: Blobs
     division: Division | None = None
 
     @property
@@ -61,19 +71,19 @@ class GroupEntry:
 class TailEntry:
     """What a checkpoint keeps of one group: see `TailPart`; arrays are in the checkpoint's blob."""
 
-    n_cells: int
-    head: int
-    n_used: int
-    lost: Intervals
+    n_cells: Count
+    head: Count
+    n_used: Count
+    lost: Pairs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointEntry:
     """One context checkpoint: see `CheckpointPart`."""
 
-    pos: int
-    seq_ids: tuple[int, ...]
-    tails: tuple[TailEntry | None, ...]
+    pos: Count
+    seq_ids: SeqIds
+    tails: Annotated[tuple[TailEntry | None, ...], Meta(max_length=MAX_GROUPS)]
     blob: Blob
 
 
@@ -101,23 +111,23 @@ class Manifest:
       policies: policies by position, by sequence; likewise.
     """
 
-    version: str
+    version: Annotated[str, Meta(max_length=1000)]
     fingerprint: Fingerprint
-    groups: tuple[GroupEntry, ...]
-    held: Mapping[int, KeptStates] | None
-    states: Blob | None
-    n_marks: int
-    n_tokens: Mapping[int, int]
-    exact: Mapping[int, int]
-    ga_i: Mapping[int, int]
-    logits: Mapping[int, int]
-    draws: Mapping[int, SamplingState]
-    policy: Mapping[str, Any] | None
+    groups: Annotated[tuple[GroupEntry, ...], Meta(max_length=MAX_GROUPS)]
+    held: Mapping[SeqId, Pairs] | None = None
+    states: Blob | None = None
+    n_marks: Whole
+    n_tokens: Mapping[SeqId, Count]
+    exact: Mapping[SeqId, Count]
+    ga_i: Mapping[SeqId, Count]
+    logits: Mapping[SeqId, Count]
+    draws: Mapping[SeqId, SamplingState]
+    policy: Mapping[str, Any] | None = None
     meta: Blob
-    checkpoints: tuple[CheckpointEntry, ...] = ()
-    in_blocks: tuple[int, ...] = ()
+    checkpoints: Annotated[tuple[CheckpointEntry, ...], Meta(max_length=MAX_BLOBS)] = ()
+    in_blocks: SeqIds = ()
     select: Mapping[str, Any] | None = None
-    policies: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    policies: Mapping[SeqId, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
     @property
     def blobs(self) -> tuple[Blob, ...]:
@@ -146,216 +156,46 @@ def from_json(data: bytes) -> Manifest:
       BadSession: they are something else.
     """
     try:
-        top = _Fields(json.loads(data, parse_constant=_refuse_constant), "manifest")
-    except (ValueError, RecursionError) as error:
-        raise BadSession(f"the manifest is no JSON: {_line(error)}; {DAMAGED}") from error
-    groups = tuple(map(_group, top.items("groups", MAX_GROUPS)))
-    held = top.values.get("held")
-    return Manifest(
-        version=top.text("version"),
-        fingerprint=completed(top.plain("fingerprint")),
-        groups=groups,
-        held=None if held is None else top.by_seq("held", _held),
-        states=None if held is None else _blob(top.inner("states")),
-        n_marks=top.whole("n_marks"),
-        n_tokens=top.by_seq("n_tokens", _whole),
-        exact=top.by_seq("exact", _whole),
-        ga_i=top.by_seq("ga_i", _whole),
-        logits=top.by_seq("logits", _whole),
-        draws=top.by_seq("draws", _draw),
-        policy=None if top.values.get("policy") is None else top.plain("policy"),
-        meta=_blob(top.inner("meta")),
-        checkpoints=_checkpoints(top),
-        in_blocks=_in_blocks(top),
-        select=None if top.values.get("select") is None else top.plain("select"),
-        policies=top.by_seq("policies", _settings) if "policies" in top.values else {},
-    )
+        value = json_value(data)
+    except ValueError as error:
+        raise BadSession(f"the manifest is {error}; {DAMAGED}") from error
+    try:
+        found = typed(Manifest, value, "manifest")
+    except ValueError as error:
+        raise BadSession(f"{error}; {DAMAGED}") from error
+    for name in ("fingerprint", "policy", "select", "policies"):
+        described.check_values(f"manifest.{name}", getattr(found, name))
+    for name, bad, wanted in _contradictions(found):
+        raise BadSession(f"manifest.{name} is {shown_json(bad)}; {wanted}; {DAMAGED}")
+    fingerprint = completed(found.fingerprint)
+    states = None if found.held is None else found.states
+    return dataclasses.replace(found, fingerprint=fingerprint, states=states)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Fields:
-    """Typed look-ups in a JSON object."""
-
-    values: Any
-    name: str
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.values, dict):
-            raise _bad(self.name, self.values, "an object")
-
-    def whole(self, key: str, most: int = 2**63 - 1) -> int:
-        return _whole(f"{self.name}.{key}", self.values.get(key), most)
-
-    def text(self, key: str) -> str:
-        value = self.values.get(key)
-        if not isinstance(value, str) or len(value) > 1000:
-            raise _bad(f"{self.name}.{key}", value, "a short string")
-        return value
-
-    def inner(self, key: str) -> "_Fields":
-        return _Fields(self.values.get(key), f"{self.name}.{key}")
-
-    def plain(self, key: str) -> dict[str, Any]:
-        """An object of short texts and finite numbers."""
-        values = self.inner(key).values
-        described.check_values(f"{self.name}.{key}", values)
-        return values
-
-    def items(self, key: str, most: int) -> list["_Fields"]:
-        found = _list(f"{self.name}.{key}", self.values.get(key), most)
-        return [_Fields(x, f"{self.name}.{key}[{i}]") for i, x in enumerate(found)]
-
-    def by_seq(self, key: str, read: Any) -> dict[int, Any]:
-        """An object whose keys are sequence numbers."""
-        out = {}
-        for k, value in self.inner(key).values.items():
-            name = f"{self.name}.{key}.{k[:20]}"
-            if not (k.isascii() and k.isdigit() and len(k) <= 4 and int(k) < MAX_SEQUENCES):
-                raise _bad(name, k, f"a sequence number below {MAX_SEQUENCES}")
-            out[int(k)] = read(name, value)
-        return out
-
-
-def _group(x: _Fields) -> GroupEntry:
-    n_cells = x.whole("n_cells", MAX_POS)
-    return GroupEntry(
-        n_cells=n_cells,
-        head=x.whole("head", n_cells),
-        n_used=x.whole("n_used", n_cells),
-        lost=x.by_seq("lost", _intervals),
-        blocks=tuple(map(_blob, x.items("blocks", MAX_BLOBS))),
-        division=None if x.values.get("division") is None else _division(x.inner("division")),
-    )
-
-
-def _division(x: _Fields) -> Division:
-    def numbers(key: str) -> tuple[int, ...]:
-        name = f"{x.name}.{key}"
-        most = MAX_POS if key == "cells" else MAX_PARTS - 1
-        return tuple(_whole(name, n, most) for n in _list(name, x.values.get(key), MAX_PARTS))
-
-    cells, writers, n_heads = numbers("cells"), numbers("writers"), x.whole("n_heads", MAX_PARTS)
-    if not n_heads:
-        raise _bad(f"{x.name}.n_heads", n_heads, "at least 1")
-    if not cells or len(writers) != len(cells) * n_heads:
-        raise _bad(f"{x.name}.writers", list(writers), f"{len(cells)} times {n_heads} processes")
-    return Division(cells=cells, n_heads=n_heads, writers=writers)
-
-
-def _checkpoints(top: _Fields) -> tuple[CheckpointEntry, ...]:
-    if "checkpoints" not in top.values:
-        return ()
-    return tuple(map(_checkpoint, top.items("checkpoints", MAX_BLOBS)))
-
-
-def _in_blocks(top: _Fields) -> tuple[int, ...]:
-    name = f"{top.name}.in_blocks"
-    seqs = _sequences(name, top.values.get("in_blocks", []))
-    if any(b <= a for a, b in itertools.pairwise(seqs)):
-        raise _bad(name, list(seqs), "ascending sequence numbers")
-    return seqs
-
-
-def _sequences(name: str, value: Any) -> tuple[int, ...]:
-    found = _list(name, value, MAX_SEQUENCES)
-    return tuple(_whole(name, s, MAX_SEQUENCES - 1) for s in found)
-
-
-def _checkpoint(x: _Fields) -> CheckpointEntry:
-    tails = _list(f"{x.name}.tails", x.values.get("tails"), MAX_GROUPS)
-    return CheckpointEntry(
-        pos=x.whole("pos", MAX_POS),
-        seq_ids=_sequences(f"{x.name}.seq_ids", x.values.get("seq_ids")),
-        tails=tuple(
-            None if t is None else _tail(_Fields(t, f"{x.name}.tails[{i}]"))
-            for i, t in enumerate(tails)
-        ),
-        blob=_blob(x.inner("blob")),
-    )
-
-
-def _tail(x: _Fields) -> TailEntry:
-    n_cells = x.whole("n_cells", MAX_POS)
-    return TailEntry(
-        n_cells=n_cells,
-        head=x.whole("head", n_cells),
-        n_used=x.whole("n_used", n_cells),
-        lost=_intervals(f"{x.name}.lost", x.values.get("lost")),
-    )
-
-
-def _blob(x: _Fields) -> Blob:
-    digest = x.text("digest")
-    if len(digest) != 32:
-        raise _bad(f"{x.name}.digest", digest, "32 hexadecimal digits")
-    return Blob(offset=x.whole("offset"), n_bytes=x.whole("n_bytes"), digest=digest)
-
-
-def _intervals(name: str, value: Any) -> Intervals:
-    pairs = tuple((a, b) for a, b in _pairs(name, value))
-    if union(pairs) != pairs:
-        raise _bad(name, pairs, "ascending disjoint intervals")
-    return pairs
-
-
-def _held(name: str, value: Any) -> KeptStates:
-    pairs = tuple(_pairs(name, value))
-    if not pairs or any(b[0] != a[0] + 1 for a, b in itertools.pairwise(pairs)):
-        raise _bad(name, pairs, "positions that follow each other")
-    return pairs
-
-
-def _pairs(name: str, value: Any) -> list[tuple[int, int]]:
-    out = []
-    for i, x in enumerate(_list(name, value, 1 << 20)):
-        if not isinstance(x, list) or len(x) != 2:
-            raise _bad(f"{name}[{i}]", x, "a pair")
-        out.append((_whole(name, x[0], MAX_POS), _whole(name, x[1], MAX_POS)))
-    return out
-
-
-def _draw(name: str, value: Any) -> SamplingState:
-    x = _Fields(value, name)
-    token = value.get("token")
-    sampling = x.plain("sampling")
-    if any(type(v) not in (int, float) for v in sampling.values()):
-        raise _bad(f"{name}.sampling", sampling, "numbers")
-    return SamplingState(
-        token=None if token is None else x.whole("token", MAX_POS),
-        n_drawn=x.whole("n_drawn"),
-        sampling=sampling,
-    )
-
-
-def _settings(name: str, value: Any) -> dict[str, Any]:
-    described.check_values(name, value)
-    if not isinstance(value, dict):
-        raise _bad(name, value, "an object")
-    return value
-
-
-def _list(name: str, value: Any, most: int) -> list:
-    if not isinstance(value, list) or len(value) > most:
-        raise _bad(name, value, f"a list of at most {most}")
-    return value
-
-
-def _whole(name: str, value: Any, most: int = MAX_POS) -> int:
-    if type(value) is not int or not 0 <= value <= most:
-        raise _bad(name, value, f"a whole number from 0 to {most}")
-    return value
-
-
-def _bad(name: str, value: Any, wanted: str) -> BadSession:
-    found = repr(value)
-    found = found if len(found) <= 60 else found[:57] + "..."
-    return BadSession(f"{name} is {found}, {wanted} is wanted; {DAMAGED}")
-
-
-def _refuse_constant(name: str) -> None:
-    """NaN and infinities, which JSON does not have and Python's reads."""
-    raise ValueError(f"{name} is no number")
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+def _contradictions(found: Manifest) -> Iterator[tuple[str, Any, str]]:
+    """Values that each alone may be, but not together: place, value and what is wanted."""
+    tails = [
+        (f"checkpoints[{i}].tails[{j}]", tail)
+        for i, point in enumerate(found.checkpoints)
+        for j, tail in enumerate(point.tails)
+        if tail is not None
+    ]
+    for name, x in [*((f"groups[{i}]", x) for i, x in enumerate(found.groups)), *tails]:
+        for key in ("head", "n_used"):
+            if getattr(x, key) > x.n_cells:
+                yield f"{name}.{key}", getattr(x, key), f"at most its {x.n_cells} cells are wanted"
+        lost = [x.lost] if isinstance(x, TailEntry) else x.lost.values()
+        for pairs in lost:
+            if union(pairs) != pairs:
+                yield f"{name}.lost", pairs, "ascending disjoint intervals are wanted"
+        parts = None if isinstance(x, TailEntry) else x.division
+        if parts and len(parts.writers) != len(parts.cells) * parts.n_heads:
+            n = f"{len(parts.cells)} times {parts.n_heads} processes are wanted"
+            yield f"{name}.division.writers", parts.writers, n
+    if found.held is not None and found.states is None:
+        yield "states", None, "an object is wanted"
+    for seq_id, pairs in (found.held or {}).items():
+        if not pairs or any(b[0] != a[0] + 1 for a, b in itertools.pairwise(pairs)):
+            yield f"held.{seq_id}", pairs, "positions that follow each other are wanted"
+    if any(b <= a for a, b in itertools.pairwise(found.in_blocks)):
+        yield "in_blocks", found.in_blocks, "ascending sequence numbers are wanted"

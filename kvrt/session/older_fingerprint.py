@@ -10,8 +10,9 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvrt.config import CacheConfig, GroupSpec
+from kvrt.config import GroupSpec
 from kvrt.errors import BadSession
+from kvrt.options.cache import CacheConfig
 
 SCHEMA = 1  # of the fingerprints that are written today: all fields
 

@@ -6,14 +6,16 @@ another runtime. Keys, values, states and logits may still be on the device.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from kvrt.arrays import AnyArray, Float, Shaped
 from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.saved import KeptStates, SavedCells
-from kvrt.errors import warn_renamed
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.store.quantized import AnyKVArray
+from kvrt.whole_numbers import Count, Long, Real, Whole
 
 BLOCK_CELLS = 256  # of a block: what is written, checked and kept together
 
@@ -84,9 +86,9 @@ class SamplingState:
       sampling: how they were sampled, the fields of `kvrt.Sampling`.
     """
 
-    token: int | None
-    n_drawn: int
-    sampling: Mapping[str, float | int]
+    token: Count | None
+    n_drawn: Whole
+    sampling: Mapping[Annotated[str, Meta(max_length=1000)], Long | Real]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,12 +124,6 @@ class Snapshot:
     select: Mapping[str, Any] | None = None
     checkpoints: tuple[CheckpointPart, ...] = ()
     in_blocks: tuple[int, ...] = ()
-
-    @property
-    def text(self) -> TokenHistory:
-        """`history`, by its old name."""
-        warn_renamed("Snapshot.text", "use Snapshot.history")
-        return self.history
 
     @property
     def seq_ids(self) -> tuple[int, ...]:

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Bool, Int32, Shaped, bytes_of, state
-from kvrt.config import CacheConfig, RecurrentSpec
+from kvrt.config import RecurrentSpec
+from kvrt.options.cache import CacheConfig
 from kvrt.state_arrays import StateArray
 
 StateTables = tuple[Shaped[Array, "R ..."], ...]

@@ -5,7 +5,8 @@ import dataclasses
 from jax.sharding import PartitionSpec as P
 
 from kvrt.arrays import Array
-from kvrt.config import CacheConfig, GroupSpec
+from kvrt.config import GroupSpec
+from kvrt.options.cache import CacheConfig
 from kvrt.store.kv import KVStore, part, with_part
 from kvrt.store.shards import CELLS, Shards
 from kvrt.upkeep import shift

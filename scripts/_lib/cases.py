@@ -18,8 +18,9 @@ from kvrt.arrays import array_bytes
 from kvrt.attention.view import AnyView, BlockView, SeqView, blocked
 from kvrt.cells import Cells, create, owner_bits, place, seq_rm
 from kvrt.cells.slots import Places, SeqBlocks
-from kvrt.config import CacheConfig, GroupSpec, Implementation, RopeMode
+from kvrt.config import GroupSpec
 from kvrt.kv_types import KVDtype
+from kvrt.options.cache import CacheConfig, Implementation, RopeMode
 from kvrt.program import estimate
 from kvrt.program.batch import Batch
 from kvrt.program.layout import Layout, cell_layout

@@ -9,9 +9,9 @@ from absl import app, flags
 
 from kvrt.attention.pallas import tiles
 from kvrt.cli.process.startup import available_bytes
-from kvrt.config import Implementation, RopeMode
 from kvrt.errors import NoKernel
 from kvrt.kv_types import FLOAT_DTYPES, FloatType, KVDtype
+from kvrt.options.cache import Implementation, RopeMode
 from kvrt_models.weights.types import WeightType
 from scripts._lib import commands, implementations, measure, shapes
 from scripts._lib.cases import Case

@@ -13,10 +13,10 @@ from flax import nnx
 
 from kvrt.cells.slots import Places
 from kvrt.kv_types import FLOAT_DTYPES, FloatType, KVDtype
+from kvrt.options.sampling import Sampling
 from kvrt.program import decode_loop, sample
 from kvrt.program.device import Device
 from kvrt.program.programs import Programs
-from kvrt.program.sample import Sampling
 from kvrt.program.step import Cache
 from kvrt_models.decoder import Block, Decoder
 from kvrt_models.layers.feed_forward import Gated

@@ -18,11 +18,11 @@ from flax import nnx
 
 from kvrt import CacheConfig, Decoder, Engine, GroupSpec, Request, RopeSpec, Rules
 from kvrt.arrays import Array
-from kvrt.config import SelfExtend
+from kvrt.options.cache import SelfExtend
+from kvrt.options.engine import EngineConfig, Mode
 from kvrt.policies import AttentionSinks, ContextShift, Policy
 from kvrt.program.batch import Batch
 from kvrt.program.sample import Sampler
-from kvrt.serving.config import EngineConfig, Mode
 from scripts._lib import commands, measure, rounds, shapes
 
 # Comparable with earlier figures; the default is half precision.

@@ -14,13 +14,13 @@ import numpy as np
 from absl import flags
 
 from kvrt.cells.edits import SeqEdit
+from kvrt.options.serving import Rules
 from kvrt.paged.pool import BlockPool
 from kvrt.paged.tiers.block_file import BlockFile
 from kvrt.paged.tiers.index import TierIndex
 from kvrt.serving import request as requests
 from kvrt.serving.request import Request, SeqState
 from kvrt.serving.scheduling.scheduler import Scheduler
-from kvrt.serving.scheduling.step_plan import Rules
 from scripts._lib import commands, measure
 
 _N_ROWS = flags.DEFINE_integer("rows", 256, "Sequences that decode.", lower_bound=1)

@@ -19,8 +19,8 @@ from absl import flags
 
 from kvrt import CacheConfig, Runtime
 from kvrt.attention.select import choose
+from kvrt.options.select import DoubleSparsity, Quest, Select
 from kvrt.runtime.heavy_channels import heavy_channels
-from kvrt.select_spec import DoubleSparsity, Quest, Select
 from kvrt_models.load import Model, load
 from scripts._lib import commands, measure
 from scripts.experiments import divergence, needle, texts

@@ -12,7 +12,7 @@ from kvrt.attention import BlockView, LayerAttention, LayerKV, TokenQKV, attend
 from kvrt.attention.select import choose, labels, lines, read
 from kvrt.attention.view import SeqView
 from kvrt.errors import BadConfig
-from kvrt.select_spec import DoubleSparsity, Quest
+from kvrt.options.select import DoubleSparsity, Quest
 from kvrt.sizes import store_spec
 from kvrt.store import kv as kv_store
 from kvrt.store.codec import decode

@@ -13,7 +13,7 @@ from kvrt import CacheConfig, GroupSpec, MaskSpec, RopeSpec
 from kvrt.attention import registry, xla
 from kvrt.attention.choice import self_test
 from kvrt.attention.choice.cases import Query, case_of, cases_of
-from kvrt.config import SelfExtend
+from kvrt.options.cache import SelfExtend
 from kvrt.program.layout import cell_layout
 from tests import interpreted
 from tests.interpreted import GPU

@@ -9,35 +9,14 @@ from hypothesis import given, settings
 
 from kvrt import Sampling
 from kvrt.cli.batch import requests as batch_in
-from kvrt.cli.batch.request_line import Parser, Wrong
+from kvrt.cli.batch.request_line import _KEYS, Parser, Wrong
 from kvrt.cli.batch.requests import Requests
 from kvrt.cli.batch.results import Results
+from kvrt.cli.flags.serving import BatchOptions
 from kvrt.errors import KvrtError, UsageError
 from kvrt.serving.request import Request
 
-DEFAULTS = {
-    "n_predict": 256,
-    "n": 1,
-    "priority": 0,
-    "stop": (),
-    "chat": False,
-    "ignore_eos": False,
-    "policy": "none",
-    "keep": 0,
-    "n_sink": 4,
-    "n_window": 60,
-    "n_discard": 0,
-    "n_drop": 1,
-    "salt": "",
-    "cache": True,
-    "temp": 0.8,
-    "top_k": 40,
-    "top_p": 0.95,
-    "min_p": 0.05,
-    "repeat_penalty": 1.0,
-    "repeat_last_n": 64,
-    "seed": 0,
-}
+FLAGS = BatchOptions()
 GOOD = '{"id": "good", "prompt": "Once"}'
 
 
@@ -49,7 +28,7 @@ def read(tmp_path):
         path = tmp_path / "in.jsonl"
         data = [line if isinstance(line, bytes) else line.encode() for line in lines]
         path.write_bytes(b"".join(line + b"\n" for line in data))
-        opened.append(Requests(str(path), DEFAULTS))
+        opened.append(Requests(str(path), FLAGS))
         return opened[-1]
 
     opened: list[Requests] = []
@@ -73,14 +52,14 @@ def test_a_line_says_what_it_wants_and_flags_say_the_rest(read):
         (3, "c", 1, 0),
     ]
     first, second, third = map(found.read, found.entries)
-    assert (first.prompt, first.tokens, first.n_predict) == ("Once", (), 256)
-    assert first.sampling == {k: DEFAULTS[k] for k in first.sampling} and len(first.sampling) == 7
-    assert (second.prompt, second.tokens, second.n_predict) == (None, (1, 2), 7)
-    assert second.sampling == dict(
+    assert (first.prompt, first.tokens, first.options) == ("Once", (), FLAGS)
+    assert (second.prompt, second.tokens, second.options.n_predict) == (None, (1, 2), 7)
+    said = dict(
         temp=0, top_k=5, top_p=1, min_p=0.5, seed=2**32 - 1, repeat_penalty=1.5, repeat_last_n=8
     )
-    assert (second.stop, second.ignore_eos) == (("a", "b"), True)
-    assert (third.chat, third.stop) == (True, ("x",))
+    assert second.options.part(Sampling).items() >= said.items()
+    assert (second.options.stop, second.options.ignore_eos) == (("a", "b"), True)
+    assert (third.options.chat, third.options.stop) == (True, ("x",))
 
 
 def test_texts_of_any_language_and_lines_of_any_end(read):
@@ -102,7 +81,7 @@ BAD = {
     "id great": ('{"id": 9223372036854775808, "prompt": "x"}', "id is 9223372036854775808; a"),
     "id empty": ('{"id": "", "prompt": "x"}', 'id is ""; a text'),
     "id long": (json.dumps({"id": "i" * 257, "prompt": "x"}), "a text of 1 to 256"),
-    "id half": ('{"id": "\\ud800", "prompt": "x"}', "id is"),
+    "id half": ('{"id": "\\ud800", "prompt": "x"}', "no JSON (half"),
     "a key": (
         '{"id": "a", "prompt": "x", "temperature": 1}',
         'unknown key "temperature" (in kvrt it is temp); the keys are id, prompt',
@@ -129,11 +108,11 @@ BAD = {
     "reserve": ('{"id": "a", "prompt": "x", "reserve": -1}', "reserve is -1; a whole number"),
     "length_penalty": (
         '{"id": "a", "prompt": "x", "length_penalty": "1"}',
-        'length_penalty is "1"; a finite number is wanted',
+        'length_penalty is "1"; a number is wanted',
     ),
     "early_stopping": (
         '{"id": "a", "prompt": "x", "early_stopping": "maybe"}',
-        'early_stopping is "maybe"; true, false or "never" is wanted',
+        'early_stopping is "maybe"; true or false or never is wanted',
     ),
     "beams and stop": (
         '{"id": "a", "prompt": "x", "num_beams": 2, "stop": "y"}',
@@ -141,15 +120,15 @@ BAD = {
     ),
     "neither": ('{"id": "a"}', "either prompt or tokens is wanted"),
     "both": ('{"id": "a", "prompt": "x", "tokens": [1]}', "either prompt or tokens"),
-    "no prompt": ('{"id": "a", "prompt": ""}', 'prompt is ""; a text of at least one'),
-    "half": ('{"id": "a", "prompt": "\\udfff"}', "prompt is"),
+    "no prompt": ('{"id": "a", "prompt": ""}', 'prompt is ""; a text of at least 1'),
+    "half": ('{"id": "a", "prompt": "\\udfff"}', "no JSON (half"),
     "no list": ('{"id": "a", "tokens": 5}', "tokens is 5; a list"),
-    "no ids": ('{"id": "a", "tokens": []}', "tokens is []; a list of at least one id"),
-    "id below": ('{"id": "a", "tokens": [1, -1]}', "tokens has -1 at 1; an id of at least 0"),
-    "id bool": ('{"id": "a", "tokens": [false]}', "tokens has false at 0"),
-    "id fraction": ('{"id": "a", "tokens": [1.0]}', "tokens has 1.0 at 0"),
-    "stop": ('{"id": "a", "prompt": "x", "stop": [""]}', 'stop has ""; texts of at least'),
-    "stops": ('{"id": "a", "prompt": "x", "stop": 3}', "stop is 3; a text or up to 64"),
+    "no ids": ('{"id": "a", "tokens": []}', "tokens is []; a list of at least 1 entry"),
+    "id below": ('{"id": "a", "tokens": [1, -1]}', "tokens[1] is -1; a whole number from 0"),
+    "id bool": ('{"id": "a", "tokens": [false]}', "tokens[0] is false"),
+    "id fraction": ('{"id": "a", "tokens": [1.0]}', "tokens[0] is 1.0"),
+    "stop": ('{"id": "a", "prompt": "x", "stop": [""]}', 'stop[0] is ""; a text of at least 1'),
+    "stops": ('{"id": "a", "prompt": "x", "stop": 3}', "stop is 3; a text of at least 1"),
     "chat": ('{"id": "a", "prompt": "x", "chat": 1}', "chat is 1; true or false is wanted"),
     "chat ids": ('{"id": "a", "tokens": [1], "chat": true}', "chat needs prompt, tokens gives"),
 }
@@ -167,7 +146,7 @@ def test_a_bad_line_fails_alone(read, line, found):
     assert bad.id == ("a" if named and readable else None)
 
 
-KEYS = ["id", "prompt", "tokens", *DEFAULTS, "more"]
+KEYS = [*_KEYS, "more"]
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just("a"),
     lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(), x, max_size=2),
@@ -183,11 +162,11 @@ VALUES = st.recursive(
     | st.dictionaries(st.sampled_from(KEYS), VALUES).map(lambda x: json.dumps(x).encode())
     | st.fixed_dictionaries(
         {"id": st.just("a"), "prompt": st.just("b")},
-        optional={key: VALUES for key in DEFAULTS},
+        optional={key: VALUES for key in _KEYS if key not in ("id", "prompt")},
     ).map(lambda x: json.dumps(x).encode())
 )
 def test_any_line_is_a_request_or_says_why_not(data):
-    parser = Parser(DEFAULTS)
+    parser = Parser(FLAGS)
     try:
         asked = parser.parse(data)
     except Wrong as error:
@@ -195,11 +174,12 @@ def test_any_line_is_a_request_or_says_why_not(data):
         return
     assert isinstance(asked.prompt, str) or asked.tokens
     assert all(type(t) is int for t in asked.tokens)
-    assert Sampling(**asked.sampling).temp == asked.sampling["temp"]
+    if asked.options.seed >= 0:
+        assert Sampling(**asked.options.part(Sampling)).temp == asked.options.temp
     assert Request(
         id=asked.id,
         tokens=asked.tokens or (1,),
-        n_predict=asked.n_predict,
+        n_predict=asked.options.n_predict,
         n=asked.n,
         priority=asked.priority,
     )
@@ -232,9 +212,9 @@ def test_a_file_without_a_request(read, lines):
 
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(UsageError, match=r"-i .*none: no such file or directory; give a file"):
-        Requests(str(tmp_path / "none"), DEFAULTS)
+        Requests(str(tmp_path / "none"), FLAGS)
     with pytest.raises(UsageError, match="is a directory"):
-        Requests(str(tmp_path), DEFAULTS)
+        Requests(str(tmp_path), FLAGS)
 
 
 def test_too_many_lines(read, monkeypatch):
@@ -248,7 +228,7 @@ def test_a_pipe_is_read_once(tmp_path):
     read_end, write_end = os.pipe()
     os.write(write_end, f"{GOOD}\n".encode())
     os.close(write_end)
-    requests = Requests(f"/dev/fd/{read_end}", DEFAULTS)
+    requests = Requests(f"/dev/fd/{read_end}", FLAGS)
     os.close(read_end)
     assert requests.read(requests.entries[0]).prompt == "Once"
     requests.close()

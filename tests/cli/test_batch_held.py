@@ -36,7 +36,7 @@ class Batch:
         """Computes what is left; ids that were, and what was said."""
         self.given.write_text("".join(_text(x) for x in lines))
         options, told = dataclasses.replace(self.options, **flags), []
-        requests = Requests(str(self.given), options.defaults(), Digests(options).of)
+        requests = Requests(str(self.given), options, Digests(options).of)
         expected = Expected(
             digests={e.id: e.digest for e in requests.entries},
             bad={x.line: x.error for x in requests.bad},

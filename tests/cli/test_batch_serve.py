@@ -9,16 +9,14 @@ import pytest
 from conftest import vocabulary
 
 from kvrt.cli.batch import progress
-from kvrt.cli.batch import request_line as batch_line
 from kvrt.cli.batch.requests import Requests
 from kvrt.cli.batch.results import Results
 from kvrt.cli.batch.server import AnswerLimits, Server
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.cli.process import status
 from kvrt.cli.report.metrics import rows
-from kvrt.config import CacheConfig
 from kvrt.errors import BadRequest, UsageError
-from kvrt.serving import request as asking
+from kvrt.options.cache import CacheConfig
 from kvrt.serving.metrics import Metrics, PoolUse
 from kvrt.serving.outputs import Output
 from kvrt.serving.request import Request
@@ -70,7 +68,7 @@ def serve(tmp_path, tiny):
     def made(lines, steps, n_most=99, **flags):
         path = tmp_path / "in.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        found = Requests(str(path), BatchOptions(**flags).defaults())
+        found = Requests(str(path), BatchOptions(**flags))
         results = Results(str(tmp_path / "out.jsonl"), {e.id: e.n for e in found.entries})
         script = Script(steps)
         limits = AnswerLimits(n_ctx_train=8, config=CacheConfig())
@@ -139,7 +137,7 @@ def test_ids_that_are_numbers_stay_numbers(serve, tmp_path):
     _, script, records = serve(lines, [ends])
     assert [r.id for r in script.asked] == ["7", "-3"]
     assert [(r["id"], r.get("sample")) for r in records] == [(7, None), (-3, 0), (-3, 1)]
-    found = Requests(str(tmp_path / "in.jsonl"), BatchOptions().defaults())
+    found = Requests(str(tmp_path / "in.jsonl"), BatchOptions())
     # 7 and "7" are one name where people read them.
     (bad,) = found.bad
     assert (bad.id, bad.line) == ("7", 2) and "its id is that of line 1" in bad.error
@@ -296,10 +294,6 @@ def test_a_file_that_changes_ends_everything(serve, tmp_path):
     (tmp_path / "in.jsonl").write_text('{"id": "z", "prompt": "a"}\n')
     with pytest.raises(UsageError, match="line 1 was changed"):
         server.feed(deque([entry]))
-
-
-def test_bounds_of_a_line_are_those_of_a_request():
-    assert (batch_line.MAX_ID, batch_line.MAX_PRIORITY) == (asking.MAX_ID, asking.MAX_PRIORITY)
 
 
 def stats_of(asked, hit):

@@ -65,7 +65,7 @@ def test_a_cache_without_ids_is_read_with_them(kvrt, prefilled, tiny, tmp_path):
     fails(kvrt(*words[:2], "--to", "f16", "-o", "x", "--tokens", ids), 2, "add -m NAME")
     for wrong in ("3", '{"0": [-1]}', '{"a": [1]}', '[1, "a"]'):
         ids.write_text(wrong)
-        fails(kvrt(*words, tmp_path / "a.kv", "--tokens", ids), 2, "list of token ids is wanted")
+        fails(kvrt(*words, tmp_path / "a.kv", "--tokens", ids), 2, "name a file of token ids")
     held = ids_of(prefilled)
     for name, value in (("a", held), ("b", {"0": held})):
         ids.write_text(json.dumps(value))

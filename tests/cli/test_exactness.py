@@ -13,9 +13,9 @@ from kvrt.cli.report.exactness import (
     exactness_lines,
     reused_part,
 )
+from kvrt.options.select import Quest
 from kvrt.policies import SCORED, policy_name
 from kvrt.policies.scored import H2O, DuoAttention, SparseWindow
-from kvrt.select_spec import Quest
 
 LONG = ("--ignore_eos", "--temp", 0, "-n", 90, "--dtype", "f32")
 NEWEST = ("--select_sink", 0, "--select_recent", 1)

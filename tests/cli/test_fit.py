@@ -12,12 +12,12 @@ from test_mistakes import fails
 from kvrt import CacheConfig, Runtime
 from kvrt.cli.main import main
 from kvrt.cli.process import startup
-from kvrt.cli.report.size import show_size
+from kvrt.options.engine import EngineConfig
+from kvrt.options.serving import Rules
+from kvrt.options.size import show_size
 from kvrt.policies import AttentionSinks
 from kvrt.policies.scored import SnapKV
-from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
-from kvrt.serving.scheduling.step_plan import Rules
 from kvrt_models import load
 
 pytestmark = pytest.mark.usefixtures("zeros_of_numpy")

@@ -1,41 +1,27 @@
-"""Every field that Python can set is reached by a flag, or stands with a reason why none does."""
+"""Every field that Python can set is an option with a flag, or stands with a reason why not."""
 
 import dataclasses
-import functools
 import inspect
-import json
 import typing
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
+from flag_samples import NEEDS, sample
 
 import kvrt
-from kvrt import CacheConfig, Engine, MaskSpec, Runtime
-from kvrt.cli.batch.request_line import Parser
-from kvrt.cli.batch.server import request_of
+from kvrt import CacheConfig, Engine, Runtime
 from kvrt.cli.commands import COMMANDS
-from kvrt.cli.flags import scheduling
 from kvrt.cli.flags.parse import parse_flags
-from kvrt.cli.process import devices
-from kvrt.cli.setup.config import cache_config
-from kvrt.cli.setup.engine import engine_config
-from kvrt.cli.setup.flag_map import FIELD_FLAGS, REASONS
-from kvrt.cli.setup.model import with_window_sinks
-from kvrt.cli.setup.policy import policy_of_run
-from kvrt.cli.setup.sampling import request
+from kvrt.options.option import flags_of, option
+from kvrt.options.serving import Eviction
 from kvrt.paged.tiers.index import PolicyName
-from kvrt.runtime.heavy_channels import write_channels
-from kvrt.serving.scheduling.step_plan import Rules
-from kvrt_models import load
 
-BOTH = {
-    *("CacheConfig", "SelfExtend", "MaskSpec", "MeshSpec", "Sampling"),
-    *("ContextShift", "AttentionSinks", "Quest", "DoubleSparsity"),
-}
 # What makes the object of a command.
 CLASSES = {
-    "run": BOTH | {"GenerationSpec", "Speculation", "PromptLookup"},
-    "batch": BOTH | {"EngineConfig", "Rules", "TierConfig", "SessionDir", "Request"},
+    *("CacheConfig", "SelfExtend", "MaskSpec", "MeshSpec", "Sampling"),
+    *("ContextShift", "AttentionSinks", "Quest", "DoubleSparsity"),
+    *("GenerationSpec", "Speculation", "PromptLookup"),
+    *("EngineConfig", "Rules", "TierConfig", "SessionDir", "Request"),
 }
 # Dataclasses that no user configures.
 OTHERS = {
@@ -87,109 +73,77 @@ PARAMETERS = {
     },
     Engine.__init__: {
         **{"model": "-m", "config": "CacheConfig", "options": "EngineConfig"},
-        **{"mesh": "MeshSpec", "policy": "--policy", "old": "names of 0.1"},
+        **{"mesh": "MeshSpec", "policy": "--policy"},
     },
     Runtime.generate: {f.name: "GenerationSpec" for f in dataclasses.fields(kvrt.GenerationSpec)},
 }
 
-# A value for each flag that is not its default, and words that it needs beside it.
-SAMPLES = {
-    **{"draft": "ngram", "n_draft": 3},
-    **{"n_ctx": "96", "n_seq_max": "3", "block_size": "64", "n_ubatch": "32", "n_batch": "64"},
-    **{"cache_type_k": "bf16", "cache_type_v": "bf16", "rope": "read", "attention": "pallas_gpu"},
-    **{"defrag_thold": "0.5", "grp_attn_n": "4", "grp_attn_w": "256", "self_extend": "paper"},
-    **{"n_rs_seq": "2", "on_states": "keep", "n_checkpoints": "3", "checkpoint_interval": "512"},
-    **{"checkpoint_bytes": "1MB", "window_sinks": "2", "mesh": "tensor=2,context=2"},
-    **{"keep": "1", "n_discard": "3", "n_window": "20", "n_sink": "2", "n_drop": "5"},
-    **{"temp": "0.1", "top_k": "3", "top_p": "0.5", "min_p": "0.5", "repeat_penalty": "1.5"},
-    **{"repeat_last_n": "9", "seed": "7", "n_predict": "5", "logprobs": "2", "stride": "4"},
-    **{"mode": "cell", "hash_block_size": "8", "n_recent": "99", "session_dir": "here"},
-    **{"n_ctx_seq": "64", "n_chunk": "8", "order": "fcfs", "n_wait": "0", "preempt": "swap"},
-    **{
-        "budget": "9MB",
-        "admit": "whole",
-        "n_alike": "32",
-        "host_cache": "2MB",
-        "disk_cache": "there",
+_MODEL = "the model's file says it"
+_LINE = "a key of a line of kvrt batch"
+# Fields without a flag of their own, and why.
+REASONS = {
+    "CacheConfig": {
+        "programs": "a platform has one way that is best, and the numbers are the same",
+        "self_extend": "SelfExtend",
+        "select": "--select names it",
     },
-    **{"select": "quest", "select_cells": "512", "select_sink": "2", "select_recent": "32"},
-    **{"select_dense": "1", "select_channels": "two.json", "select_labels": "f16"},
-    **{"disk_cache_size": "3MB", "eviction_policy": "arc", "salt": "mine", "policy": "none"},
+    "Quest": {},
+    "DoubleSparsity": {x: "--select_channels names a file" for x in ("channels", "weights")},
+    "MaskSpec": {"kind": _MODEL, "size": _MODEL, "n_sink": "--window_sinks, of windowed layers"},
+    "MeshSpec": {x: "--mesh names sizes" for x in ("tensor", "context")},
+    "GenerationSpec": {
+        "seq_id": "a run is sequence 0 of its runtime",
+        "recent": "the prompt's tokens",
+        "after": "where the session was left",
+        "sampling": "Sampling",
+        "speculation": "Speculation",
+        "stop_ids": "--ignore_eos leaves them out",
+        "n_best": "--logprobs",
+        **{x: "of the command, which knows -1 and -2" for x in ("n_predict", "stride")},
+    },
+    "Speculation": {"drafter": "--draft names it", "n_draft": "--n_draft"},
+    "PromptLookup": dict.fromkeys(("n_max", "n_min"), "measured, see docs/methods.md"),
+    "EngineConfig": {
+        "identity": "the model's own",
+        "run_ahead": "on where the device is not the CPU, on which it gains nothing",
+        **{"rules": "Rules", "tiers": "TierConfig", "sessions": "SessionDir"},
+        "speculation": "Speculation",
+    },
+    "SessionDir": {"tell": "--quiet"},
+    "Request": {
+        **dict.fromkeys(("id", "tokens", "n", "priority", "cache", "quota", "reserve"), _LINE),
+        **dict.fromkeys(("num_beams", "length_penalty", "early_stopping"), _LINE),
+        **dict.fromkeys(("n_predict", "sampling", "stop_ids", "salt", "policy"), "by flags"),
+        "borders": "a line has one text, and no messages that could end within it",
+        "private_prefix": "what the files of a line's chunks give",
+        "drafts": "drafts change no text, so --draft is for all lines",
+    },
 }
-KEYS = {
-    **{"id": "b", "prompt": "sand", "tokens": [1], "n": 2, "priority": 1, "cache": False},
-    **{"num_beams": 2, "length_penalty": 2.0, "early_stopping": True},
-    **{"quota": 32, "reserve": 8},
-}
-BESIDE = {
-    "checkpoint_interval": "--n_checkpoints 2",
-    "checkpoint_bytes": "--n_checkpoints 2",
-    "logprobs": "--json",
-    "n_draft": "--draft ngram",
-    "budget": "--n_ctx_seq 64",
-    "preempt": "--host_cache 1MB",
-    "disk_cache_size": "--disk_cache there",
-    "defrag_thold": "--mode cell",
-}
-OF_CLASS = {
-    "SelfExtend": "-gan 2 --rope read",
-    "ContextShift": "--policy context_shift",
-    "AttentionSinks": "--policy attention_sinks -c 64",
-    "TierConfig": "--host_cache 1MB",
-    "SessionDir": "--session_dir there",
-    "MeshSpec": "--mesh tensor=1",
-    "Quest": "--select quest",
-    "DoubleSparsity": "--select double_sparsity --select_channels one.json",
-    "Request": "--policy context_shift",
-}
 
 
-def command(name):
-    return next(c for c in COMMANDS if c.name == name)
-
-
-def known(name):
-    return FIELD_FLAGS.get(name, {})
-
-
-def reasons(name, of):
-    return REASONS[name].get(of, {})
-
-
-def flags_of_field(name, of, field):
-    """Flags, or keys of a line, by which a command sets a field."""
-    source = known(of).get(field)
-    own = set(command(name).given_by_name()) | (set(KEYS) if name == "batch" else set())
-    return [] if source is None else [flag for flag in source.flags if flag in own]
-
-
-def unreached(name, of, fields):
-    """Fields of a class that neither a flag of a command sets nor a reason stands for."""
-    return {f for f in fields if not flags_of_field(name, of, f) and f not in reasons(name, of)}
-
-
-def fields(of):
-    return {f.name for f in dataclasses.fields(getattr(kvrt, of))}
-
-
-PAIRS = [(name, of) for name, classes in CLASSES.items() for of in sorted(classes)]
-
-
-@pytest.mark.parametrize(("name", "of"), PAIRS)
-def test_every_field_has_a_flag_or_a_reason(name, of):
-    """A field that is added to a configuration fails here until it has one of both."""
-    assert unreached(name, of, fields(of)) == set(), f"give {of} of kvrt {name} a flag, or a reason"
-    both = {f for f in reasons(name, of) if flags_of_field(name, of, f)}
+def unreached(kind, of):
+    """Fields of a class that neither a flag sets nor a reason stands for."""
+    options = {x.field for x in flags_of(kind)}
+    both = options & set(REASONS.get(of, {}))
     assert not both, f"{both} of {of} have a flag by now: their reasons go"
-    assert set(known(of)) | set(reasons(name, of)) <= fields(of), "a field that is gone"
+    return {f.name for f in dataclasses.fields(kind)} - options - set(REASONS.get(of, {}))
+
+
+@pytest.mark.parametrize("of", sorted(CLASSES))
+def test_every_field_has_a_flag_or_a_reason(of):
+    """A field that is added to a configuration fails here until it has one of both."""
+    kind = getattr(kvrt, of)
+    assert unreached(kind, of) == set(), "make it an option, or give a reason"
+    assert set(REASONS.get(of, {})) <= {f.name for f in dataclasses.fields(kind)}
 
 
 def test_a_field_that_was_forgotten_is_found():
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class More(CacheConfig):
         n_more: int = 0
+        n_flagged: int = option(0, "tokens", "N", group="Cache")
 
-    assert unreached("run", "CacheConfig", {f.name for f in dataclasses.fields(More)}) == {"n_more"}
+    assert unreached(More, "CacheConfig") == {"n_more"}
 
 
 def test_every_class_that_python_configures_is_known():
@@ -198,7 +152,7 @@ def test_every_class_that_python_configures_is_known():
     public -= {"Decoder", "LayeredDecoder", "ShardedDecoder"}  # what a model is to be
     # --policy names those by score.
     public -= {n for n in public if issubclass(getattr(kvrt, n), kvrt.ScoredPolicy)}
-    told = CLASSES["run"] | CLASSES["batch"]
+    told = CLASSES
     assert public - told - set(OTHERS) == set()
     named = set()
     for thing in [*PARAMETERS, Engine.add_request, *(getattr(kvrt, n) for n in told)]:
@@ -221,80 +175,40 @@ def test_every_parameter_is_given_by_something(function):
     assert names == set(PARAMETERS[function])
 
 
-def test_words_of_flags_are_those_of_the_configurations():
-    hints = typing.get_type_hints(Rules)
-    assert (scheduling.Order, scheduling.Preempt) == (hints["order"], hints["preempt"])
-    assert (scheduling.Admit, scheduling.Eviction) == (hints["admit"], PolicyName)
+def test_words_of_tiers_are_those_of_their_room():
+    assert Eviction == PolicyName
 
 
-@pytest.fixture(scope="module")
-def model(tiny):
-    found = load.describe_model(tiny)
-    return found.spec, load.open_tokenizer(tiny)
-
-
-def made(name, of, words, line, model):
-    """The object of a class as a command makes it of some flags, and a line's keys."""
-    spec, tokenizer = model
-    fixed = "-p the" if name == "run" else "-i a -o b"
-    options = parse_flags([*fixed.split(), *words.split()], command(name))
-    if of in ("CacheConfig", "SelfExtend", "Quest", "DoubleSparsity"):
-        config = cache_config(options, 512)
-        inside = {"CacheConfig": config, "SelfExtend": config.self_extend}
-        return inside.get(of, config.select)
-    if of == "MeshSpec":
-        return devices.mesh(options)
-    if of == "MaskSpec":
-        groups = [dataclasses.replace(g, mask=MaskSpec(kind="window", size=8)) for g in spec.groups]
-        windowed = dataclasses.replace(spec, groups=tuple(groups))
-        return with_window_sinks(windowed, options.window_sinks).groups[0].mask
-    if name == "run":
-        if of in ("ContextShift", "AttentionSinks"):
-            return policy_of_run(options, 64, [5, 6, 7], tokenizer)
-        spec = request(options, tokenizer)
-        assert spec is not None
-        inside = {"Sampling": spec.sampling, "Speculation": spec.speculation}
-        return inside.get(of, spec)
-    config = engine_config(options, {})
-    inside = {"EngineConfig": config, "Rules": config.rules, "TierConfig": config.tiers}
-    if of in (*inside, "SessionDir"):
-        return config.sessions if of == "SessionDir" else inside[of]
-    asked = Parser(options.defaults()).parse(json.dumps(line).encode())
-    found = request_of(asked, tokenizer)
-    inside = {"Request": found, "Sampling": found.sampling}
-    return inside.get(of, found.policy)
-
-
-REACHED = [
-    (name, of, field, flag)
-    for name, of in PAIRS
-    for field in sorted(known(of))
-    for flag in flags_of_field(name, of, field)
+PARTS = [
+    (name, kind, x)
+    for name in ("run", "batch")
+    for kind in (getattr(kvrt, of) for of in sorted(CLASSES))
+    for x in flags_of(kind)
+    if not x.made
 ]
 
 
-@pytest.fixture(autouse=True)
-def channels(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name, at in (("one", 1), ("two", 2)):
-        write_channels(f"{name}.json", (((0, at),),) * 2, name)
+@pytest.mark.parametrize(("name", "kind", "flag"), PARTS, ids=str)
+def test_a_flag_changes_its_field(name, kind, flag):
+    command = next(c for c in COMMANDS if c.name == name)
+    own = command.given_by_name()
+    found = [own[x] for x in (flag.name, *flag.also) if x in own]
+    if not found:
+        return  # of the other command
+    fixed = "-p the" if name == "run" else "-i a -o b"
+    beside = {**NEEDS.get(found[0].name, {})}
+    if name == "batch":
+        beside |= MORE.get(found[0].name, {})
+    words = [*fixed.split(), *(f"--{x}={value}" for x, value in beside.items())]
+    word = f"--{found[0].name}={sample(found[0])}"
+    before, after = (parse_flags(x, command).part(kind) for x in (words, [*words, word]))
+    assert before[flag.field] != after[flag.field]
 
 
-@pytest.mark.parametrize(("name", "of", "field", "flag"), REACHED)
-def test_a_flag_changes_its_field(name, of, field, flag, model):
-    make = functools.partial(made, name, of, model=model)
-    line: dict[str, Any] = {"id": "a", "prompt": "the"}
-    beside = BESIDE.get(flag, "") if flag != "defrag_thold" or name == "batch" else ""
-    base = f"{OF_CLASS.get(of, '')} {beside}"
-    if flag in KEYS and flag not in command(name).given_by_name():
-        after = {k: x for k, x in line.items() if flag != "tokens" or k != "prompt"}
-        more = {"num_beams": 2} if flag in ("length_penalty", "early_stopping") else {}
-        words, line_after = base, after | more | {flag: KEYS[flag]}
-    else:
-        given = command(name).given_by_name()[flag]
-        switch = "no" if given.default is True else ""
-        word = f"--{switch}{flag}" if given.kind is bool else f"--{flag}={SAMPLES[flag]}"
-        words, line_after = f"{base} {word}", line
-    before, after = make(base, line), make(words, line_after)
-    was = None if before is None else getattr(before, field)
-    assert getattr(after, field) != was, (was, words)
+# What flags need in `kvrt batch`.
+MORE = {
+    "budget": {"n_ctx_seq": "64"},
+    "defrag_thold": {"mode": "cell"},
+    **{x: {"host_cache": "1MB"} for x in ("disk_cache", "preempt", "eviction_policy")},
+    **{x: {"host_cache": "1MB"} for x in ("disk_cache_size", "always_load")},
+}

@@ -6,7 +6,7 @@ import pytest
 
 from kvrt.cli.flags import parse
 from kvrt.cli.setup import config
-from kvrt.config import SelfExtend
+from kvrt.options.cache import SelfExtend
 
 
 def options(*words: str):

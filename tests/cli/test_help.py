@@ -119,6 +119,14 @@ def test_python_m_kvrt():
     assert done.returncode == 2 and done.stderr.startswith("kvrt: unknown command 'fly'")
 
 
+def test_a_topic_is_made_of_the_options(capfdbinary):
+    assert main(["help", "fields"]) == 0
+    out = capfdbinary.readouterr().out.decode()
+    assert "  --temp                  lr  Sampling.temp\n" in out
+    assert "  --defrag_thold          --  CacheConfig.defrag_threshold\n" in out
+    assert all(len(line) <= 72 for line in out.splitlines())
+
+
 @pytest.mark.parametrize("topic", TOPICS)
 def test_topics_fit_a_terminal_and_name_flags_that_are_there(topic, capfdbinary):
     assert main(["help", topic]) == main(["help", *topic.split("_")]) == 0

@@ -10,8 +10,9 @@ from kvrt.cli.flags import parse
 from kvrt.cli.process import startup
 from kvrt.cli.run import prompt
 from kvrt.cli.setup import config
-from kvrt.config import CacheConfig, GroupSpec
+from kvrt.config import GroupSpec
 from kvrt.errors import BadConfig, KvrtError, UsageError
+from kvrt.options.cache import CacheConfig
 from kvrt.program.estimate import of_blocks, of_cells
 from kvrt_models import load
 from kvrt_models.tokenizer.encode import tokenizer_from_gguf
@@ -65,12 +66,12 @@ def test_a_kernel_for_another_device(go):
 
 IDS = {
     "no JSON": ("[1, 2", "no JSON"),
-    "an object": ("{}", "found a JSON dict"),
-    "empty": ("[]", "found an empty list"),
-    "text": ('["a"]', 'item 0 is "a"'),
-    "a truth": ("[1, true]", "item 1 is true"),
-    "a fraction": ("[1.0]", "item 0 is 1.0"),
-    "negative": ("[-1]", "item 0 is -1"),
+    "an object": ("{}", "it is {}; a list of at least 1"),
+    "empty": ("[]", "it is []; a list of at least 1"),
+    "text": ('["a"]', '[0] is "a"'),
+    "a truth": ("[1, true]", "[1] is true"),
+    "a fraction": ("[1.0]", "[0] is 1.0"),
+    "negative": ("[-1]", "[0] is -1"),
     "deep": ("[" * 100_000, "no JSON"),
     "too high": ("[300]", "id 300 is outside the model's vocabulary, 0 to 299"),
 }

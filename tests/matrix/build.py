@@ -9,14 +9,13 @@ from unittest import mock
 from kvrt import CacheConfig, Runtime, SelfExtend
 from kvrt.attention import registry
 from kvrt.cache import checks
+from kvrt.options.engine import EngineConfig
+from kvrt.options.select import DoubleSparsity
+from kvrt.options.serving import Rules, TierConfig
 from kvrt.policies import SCORED as POLICIES
 from kvrt.policies import AttentionSinks, ContextShift
 from kvrt.program.mesh import MeshSpec
-from kvrt.select_spec import DoubleSparsity
-from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
-from kvrt.serving.offload import TierConfig
-from kvrt.serving.scheduling.step_plan import Rules
 from tests.interpreted import GPU, TPU
 from tests.matrix import reused
 from tests.matrix.axes import Cell

@@ -7,8 +7,9 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from kvrt.config import ExtendKind, MaskKind, RopeMode
+from kvrt.config import MaskKind
 from kvrt.kv_types import KVDtype
+from kvrt.options.cache import ExtendKind, RopeMode
 from kvrt.policies import POLICIES
 from scripts import support
 from tests.marks import full

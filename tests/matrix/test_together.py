@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvrt import CacheConfig, MaskSpec, Runtime, session
-from kvrt.serving.config import EngineConfig
+from kvrt.options.engine import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.request import Request
 from tests.matrix.plaincache import rounded

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 from kvrt import CacheConfig, RecurrentSpec, Runtime, session
 from kvrt.errors import CannotRewind
-from kvrt.serving.config import EngineConfig
+from kvrt.options.engine import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.request import Request
 from kvrt_models.hf.safetensors import open_hf_folder, read_folder_tensor

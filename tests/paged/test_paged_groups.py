@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 from layer_lists import U, attention, fulls_and_windows, interleaved, state
 
-from kvrt.config import CacheConfig, GroupSpec, MaskSpec, RecurrentSpec
+from kvrt.config import GroupSpec, MaskSpec, RecurrentSpec
 from kvrt.errors import BadConfig
+from kvrt.options.cache import CacheConfig
 from kvrt.paged.layout.groups import group_layers, group_size, layer_caches
 from kvrt.paged.layout.spec import PagedGroup, PoolSpec
 from kvrt.paged.layout.unified import unify

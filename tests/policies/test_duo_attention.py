@@ -109,8 +109,8 @@ def test_heads_are_read_from_a_file_or_as_they_are(tmp_path):
     assert read_streaming(str(path)) == read_streaming("[[1],[0,2]]") == ((1,), (0, 2))
     path.write_text('{"others": [[0]]}')
     for text, says in (
-        (str(path), "has no streaming heads; make one"),
-        ("[[1.5]]", "has no streaming heads"),
+        (str(path), "name a file of streaming heads, which"),
+        ("[[1.5]]", "name a file of streaming heads"),
         ("[[1]", "name a file of streaming heads"),
         (str(tmp_path / "nowhere"), "name a file of streaming heads"),
         ("[" * 100_000, "nested too deeply; name a file"),

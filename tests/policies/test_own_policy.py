@@ -28,9 +28,9 @@ from kvrt.attention.scored.spec import SlotSpec, empty_slots
 from kvrt.cli.report import metrics, phrases
 from kvrt.errors import BadConfig, SessionMismatch
 from kvrt.files.class_source import class_identity
+from kvrt.options.serving import TierConfig
 from kvrt.policies import ContextShift
 from kvrt.policies.scored import H2O, ScoredPolicy
-from kvrt.serving.offload import TierConfig
 from kvrt.session import fingerprint
 from kvrt.session.fingerprint import named_policy
 from tests.toys import ToyLm

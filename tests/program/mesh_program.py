@@ -23,11 +23,11 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from kvrt import CacheConfig, Runtime, SelfExtend, session
 from kvrt.attention import attend
 from kvrt.attention import view as views
+from kvrt.options.engine import EngineConfig
+from kvrt.options.serving import Rules
 from kvrt.policies import ContextShift
 from kvrt.program.mesh import MeshSpec, Placement
-from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
-from kvrt.serving.scheduling.step_plan import Rules
 from kvrt.session.orbax import parts
 from kvrt.store.shards import Shards
 from kvrt_models import load

@@ -26,13 +26,13 @@ from kvrt import (
 )
 from kvrt.attention.step_attention import StepAttention
 from kvrt.errors import BadConfig
+from kvrt.options.engine import EngineConfig
 from kvrt.policies.scored import H2O, SnapKV
 from kvrt.program import programs as compiled
 from kvrt.program.layers.by_layer import Arrays, StepByLayer
 from kvrt.program.layers.runs import layer_runs
 from kvrt.program.layout import cell_layout
 from kvrt.program.programs import layer_params
-from kvrt.serving.config import EngineConfig
 from kvrt_models.load import load
 from tests.marks import full, slow
 from tests.matrix.plainmodel import PlainModel

@@ -4,9 +4,9 @@ import pytest
 
 from kvrt import CacheConfig, Engine, PromptLookup, Runtime, Speculation
 from kvrt.attention.step_attention import StepAttention
+from kvrt.options.engine import EngineConfig
 from kvrt.program.programs import Programs
 from kvrt.program.rounds import round as rounds
-from kvrt.serving.config import EngineConfig
 from kvrt.serving.request import Request
 from tests.toys import ToyLm
 

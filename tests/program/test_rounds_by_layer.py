@@ -21,11 +21,11 @@ from kvrt import (
     SelfExtend,
     Speculation,
 )
+from kvrt.options.engine import EngineConfig
 from kvrt.policies.scored import H2O
 from kvrt.program.layers.by_layer import StepByLayer
 from kvrt.reuse.blend import BlendSpec
 from kvrt.runtime.heavy_channels import heavy_channels
-from kvrt.serving.config import EngineConfig
 from kvrt.store.codec import decode
 from kvrt_models.load import load
 from tests import retentiontoy, yocotoy

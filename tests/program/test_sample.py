@@ -164,5 +164,5 @@ def test_log_probs_are_of_the_raw_distribution():
 )
 def test_values_out_of_range_are_refused(bad):
     ((name, value),) = bad.items()
-    with pytest.raises(BadConfig, match=f"^{name} is {value}; it must lie in"):
+    with pytest.raises(BadConfig, match=f"^{name} is {value}; it must "):
         Sampling(**bad)

@@ -9,9 +9,9 @@ import pytest
 
 from kvrt import CacheConfig, Runtime, Sampling
 from kvrt.errors import BadLogits
+from kvrt.options.engine import EngineConfig
 from kvrt.program import sample
 from kvrt.serving import prometheus
-from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from tests.interpreted import GPU, TPU
 from tests.marks import full, slow

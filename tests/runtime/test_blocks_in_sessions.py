@@ -137,5 +137,5 @@ def manifest_of(taken):
 def test_a_file_that_says_nonsense_is_refused(found):
     said = manifest_of(dataclasses.replace(begun(build()).snapshot(), logits={}))
     said["in_blocks"] = found
-    with pytest.raises(BadSession, match="in_blocks is "):
+    with pytest.raises(BadSession, match=r"in_blocks(\[\d\])? is "):
         manifests.from_json(json.dumps(said).encode())

@@ -385,10 +385,3 @@ def test_a_fill_that_is_stopped_keeps_count_of_what_is_exact(runtime, monkeypatc
     runtime.fill([*PROMPT, *PROMPT][8:12], 0, 8)
     assert runtime.token_history()[1].tolist() == [*PROMPT, *PROMPT, 7, 8]
     assert runtime.n_exact() == 12
-
-
-def test_the_old_name_of_the_token_history_works_with_a_warning(runtime):
-    runtime.append(PROMPT)
-    with pytest.warns(DeprecationWarning, match=r"Runtime\.text is deprecated.*token_history"):
-        old = runtime.text(0)
-    np.testing.assert_array_equal(np.asarray(old), np.asarray(runtime.token_history(0)))

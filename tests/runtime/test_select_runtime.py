@@ -8,9 +8,9 @@ from kvrt import AttentionSinks, CacheConfig, MaskSpec, MeshSpec, Runtime, Specu
 from kvrt.arrays import array_bytes
 from kvrt.attention.select import labels
 from kvrt.errors import BadConfig
+from kvrt.options.select import DoubleSparsity, Quest
 from kvrt.program.labels.arrays import label_plan
 from kvrt.runtime.heavy_channels import heavy_channels, read_channels, write_channels
-from kvrt.select_spec import DoubleSparsity, Quest
 from tests.marks import slow
 from tests.toys import ToyLm
 
@@ -136,7 +136,7 @@ def test_heavy_channels_are_found_kept_and_refused_with_other_weights(tmp_path):
     with pytest.raises(BadConfig, match="find them with this model"):
         Runtime(ToyLm(n_layers=3, seed=1), CacheConfig(n_ctx=256, select=spec))
     (tmp_path / "other.json").write_text('{"kind": 1}')
-    with pytest.raises(BadConfig, match="no heavy channels"):
+    with pytest.raises(BadConfig, match="name a file of heavy channels"):
         read_channels(str(tmp_path / "other.json"))
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvrt import CacheConfig, Runtime, session
-from kvrt.select_spec import DoubleSparsity, Quest
+from kvrt.options.select import DoubleSparsity, Quest
 from kvrt.serving.sessions.prefix import SessionPrefix
 from kvrt.session.change.sequences import with_sequence
 from tests.toys import ToyLm

@@ -6,10 +6,10 @@ import functools
 import numpy as np
 
 from kvrt import CacheConfig, MaskSpec, RopeSpec, Runtime
-from kvrt.serving.config import EngineConfig
+from kvrt.options.engine import EngineConfig
+from kvrt.options.serving import Rules
 from kvrt.serving.engine import Engine
 from kvrt.serving.request import Request
-from kvrt.serving.scheduling.step_plan import Rules
 from tests import retentiontoy, yocotoy
 from tests.indexedlm import IndexedLm
 from tests.latentlm import LatentLm

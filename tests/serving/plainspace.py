@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable
 
+from kvrt.options.serving import Rules
 from kvrt.serving import request as requests
 from kvrt.serving.request import Request, SeqState
 from kvrt.serving.scheduling.scheduler import Scheduler
-from kvrt.serving.scheduling.step_plan import Rules, StepPlan
+from kvrt.serving.scheduling.step_plan import StepPlan
 
 
 class PlainSpace:

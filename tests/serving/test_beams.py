@@ -7,8 +7,8 @@ import pytest
 
 from kvrt import Sampling, SelfExtend
 from kvrt.errors import BadRequest
+from kvrt.options.serving import Rules
 from kvrt.policies import AttentionSinks, ContextShift
-from kvrt.serving.scheduling.step_plan import Rules
 from tests.marks import in_turn, slow
 from tests.numpy_device.device import compiled
 from tests.serving.engines import KINDS, N_BATCH, N_ROWS, alone, ask, make, runtime

@@ -8,12 +8,11 @@ import pytest
 
 from kvrt import CacheConfig, Runtime
 from kvrt.errors import BadConfig
+from kvrt.options.engine import EngineConfig
+from kvrt.options.serving import Rules, TierConfig
 from kvrt.policies import AttentionSinks
 from kvrt.program import estimate
-from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
-from kvrt.serving.offload import TierConfig
-from kvrt.serving.scheduling.step_plan import Rules
 from kvrt.serving.sizing import budget
 from tests.serving.engines import MODELS, N_BATCH, ask
 

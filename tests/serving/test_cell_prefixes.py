@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
+from kvrt.options.serving import Rules
 from kvrt.policies import AttentionSinks, ContextShift
-from kvrt.serving.scheduling.step_plan import Rules
 from tests.serving import engines
 from tests.serving.engines import N_ROWS, alone, ask, make
 from tests.serving.soundspace import assert_sound

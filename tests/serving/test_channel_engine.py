@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from kvrt.errors import BadConfig
+from kvrt.options.engine import EngineConfig
+from kvrt.options.serving import Rules
 from kvrt.program import estimate
-from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
-from kvrt.serving.scheduling.step_plan import Rules
 from kvrt.store.per_channel import PerChannel
 from tests.matrix.axes import Cell
 from tests.matrix.build import config_of, model_of

@@ -8,7 +8,7 @@ import pytest
 
 from kvrt import Runtime, session
 from kvrt.errors import BadConfig, BadRequest
-from kvrt.serving.scheduling.step_plan import Rules
+from kvrt.options.serving import Rules
 from tests.serving import engines
 from tests.serving.engines import alone, ask, make
 from tests.serving.soundspace import assert_sound

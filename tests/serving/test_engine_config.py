@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvrt import CacheConfig, Engine, EngineConfig, Rules
+from kvrt import CacheConfig, EngineConfig, Rules
 from kvrt.errors import BadConfig
-from tests.serving.engines import MODELS, ask, engine, make
+from tests.serving.engines import ask, engine, make
 
 CONFIG = CacheConfig(n_ctx=64, n_seq_max=2, block_size=8, n_ubatch=8)
 
@@ -24,18 +24,6 @@ def test_options_that_do_not_fit_this_cache_are_refused():
     with pytest.raises(BadConfig, match="n_batch is 9, above n_ubatch 8"):
         EngineConfig(rules=Rules(n_batch=9)).fitted(CONFIG)
     assert EngineConfig().fitted(CONFIG).rules == Rules(n_batch=8)
-
-
-def test_the_keywords_of_before_work_with_a_warning():
-    with pytest.warns(DeprecationWarning, match=r"Engine\(mode=, caching=\).*EngineConfig"):
-        old = Engine(MODELS["full"](), CONFIG, mode="paged", caching=False)
-    assert old.options == EngineConfig(prefix_cache=False).fitted(CONFIG)
-    with pytest.raises(TypeError, match="no keyword cashing; say it with EngineConfig"):
-        Engine(MODELS["full"](), CONFIG, cashing=False)
-    with pytest.raises(TypeError, match="no keyword mode"):
-        Engine(MODELS["full"](), CONFIG, EngineConfig(), mode="cell")
-    with pytest.warns(DeprecationWarning, match=r"Engine\.metrics is deprecated.*Engine\.stats"):
-        assert old.metrics()["steps"] == old.stats().n_steps == 0
 
 
 def test_generate_takes_a_request_and_streams_it():

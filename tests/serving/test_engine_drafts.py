@@ -8,10 +8,10 @@ import pytest
 
 from kvrt import CacheConfig, Engine, LayerSkip, PromptLookup, Sampling, Speculation
 from kvrt.errors import BadConfig, BadRequest, BadToken
+from kvrt.options.engine import EngineConfig
+from kvrt.options.serving import Rules
 from kvrt.policies import AttentionSinks, ContextShift
 from kvrt.program.rounds.round import Drafted, plan_rounds, stays_of
-from kvrt.serving.config import EngineConfig
-from kvrt.serving.scheduling.step_plan import Rules
 from tests.marks import full, in_turn
 from tests.numpy_device.device import compiled
 from tests.serving.engines import MODELS, N_BATCH, N_ROWS, B, ask, drawn, make, served

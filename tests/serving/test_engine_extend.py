@@ -9,10 +9,10 @@ import pytest
 
 from kvrt import CacheConfig, Runtime, Sampling, SelfExtend
 from kvrt.errors import BadConfig, BadRequest
+from kvrt.options.engine import EngineConfig
+from kvrt.options.serving import Rules
 from kvrt.policies import ContextShift
-from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
-from kvrt.serving.scheduling.step_plan import Rules
 from tests.marks import slow
 from tests.serving.engines import MODELS, N_BATCH, N_ROWS, B, ask, drawn, make, served
 

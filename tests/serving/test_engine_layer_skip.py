@@ -8,9 +8,9 @@ import pytest
 
 from kvrt import CacheConfig, Engine, LayerSkip, Sampling, Speculation
 from kvrt.errors import BadConfig
+from kvrt.options.engine import EngineConfig
+from kvrt.options.serving import Rules
 from kvrt.policies import AttentionSinks, ContextShift
-from kvrt.serving.config import EngineConfig
-from kvrt.serving.scheduling.step_plan import Rules
 from tests.marks import full
 from tests.numpy_device.device import installed
 from tests.serving.engines import MODELS, N_BATCH, B, ask, drawn, make, served

@@ -16,10 +16,9 @@ from hypothesis.stateful import (
 
 from kvrt import Sampling, SelfExtend
 from kvrt.errors import BadRequest, CacheFull, UsageError
+from kvrt.options.serving import Rules, TierConfig
 from kvrt.policies import AttentionSinks, ContextShift
-from kvrt.serving.offload import TierConfig
 from kvrt.serving.request import samples_of
-from kvrt.serving.scheduling.step_plan import Rules
 from tests.serving.engines import N_BATCH, N_ROWS, alone, ask, make
 from tests.serving.soundspace import assert_sound
 from tests.serving.test_beams import brute_force

@@ -16,9 +16,9 @@ from kvrt.errors import (
     SessionMismatch,
     UsageError,
 )
-from kvrt.serving.config import EngineConfig
+from kvrt.options.engine import EngineConfig
+from kvrt.options.serving import TierConfig
 from kvrt.serving.engine import Engine
-from kvrt.serving.offload import TierConfig
 from tests.marks import full, slow
 from tests.serving.engines import MODELS, N_BATCH, B, ask, make, one, run
 from tests.toys import ToyLm

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from kvrt import errors
+from kvrt.options.serving import Rules, TierConfig
 from kvrt.paged.hashing import Chain
-from kvrt.serving.offload import TierConfig
-from kvrt.serving.scheduling.step_plan import Rules
 from tests.marks import of_ci
 from tests.serving.engines import MODELS, N_BATCH, B, alone, ask, make, one, run
 

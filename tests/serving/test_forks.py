@@ -5,8 +5,8 @@ import pytest
 
 from kvrt import After, Sampling, SelfExtend
 from kvrt.errors import BadRequest, CacheFull
+from kvrt.options.serving import Rules
 from kvrt.policies import AttentionSinks, ContextShift
-from kvrt.serving.scheduling.step_plan import Rules
 from tests.marks import first_fast, in_turn
 from tests.serving.engines import KINDS, N_BATCH, N_ROWS, ask, make, runtime
 from tests.serving.soundspace import assert_sound

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvrt.serving.offload import TierConfig
+from kvrt.options.serving import TierConfig
 from kvrt.serving.request import Request
 from tests.latentlm import RANK, ROPE, Plain
 from tests.serving import engines

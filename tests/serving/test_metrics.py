@@ -11,11 +11,11 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from kvrt.cli.report import metrics as metrics_table
 from kvrt.errors import BadConfig, SaveError, UsageError
+from kvrt.options.serving import Rules
 from kvrt.paged.residency import Histogram, Residency
 from kvrt.serving import prometheus
 from kvrt.serving.metrics import EngineStats, Metrics, PoolUse, TierUse
 from kvrt.serving.request import Request
-from kvrt.serving.scheduling.step_plan import Rules
 
 NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
 LABEL = r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\\n]|\\["\\n])*)"'

@@ -3,8 +3,8 @@
 import pytest
 from plainspace import PlainSpace, Served, ids
 
+from kvrt.options.serving import Rules
 from kvrt.serving.request import Request
-from kvrt.serving.scheduling.step_plan import Rules
 
 pytestmark = pytest.mark.usefixtures("numpy_device")
 

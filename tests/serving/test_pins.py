@@ -5,9 +5,9 @@ import functools
 import numpy as np
 import pytest
 
-from kvrt.errors import BadConfig, BadRequest, UsageError
+from kvrt.errors import BadConfig, BadRequest, CacheFull, UsageError
+from kvrt.options.serving import TierConfig
 from kvrt.serving import prometheus
-from kvrt.serving.offload import TierConfig
 from tests.marks import slow
 from tests.serving.engines import B, alone, ask, make, served
 from tests.serving.soundspace import assert_sound

@@ -5,9 +5,9 @@ import random
 import pytest
 from plainspace import PlainSpace, Served
 
+from kvrt.options.serving import Rules
 from kvrt.serving.request import Request
 from kvrt.serving.scheduling import queue
-from kvrt.serving.scheduling.step_plan import Rules
 
 pytestmark = pytest.mark.usefixtures("numpy_device")
 

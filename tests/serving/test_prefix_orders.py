@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from plainspace import PlainSpace, Served, alone, ids
 
+from kvrt.options.serving import Rules
 from kvrt.serving.request import Request
-from kvrt.serving.scheduling.step_plan import Rules
 from tests.serving import engines
 
 pytestmark = pytest.mark.usefixtures("numpy_device")

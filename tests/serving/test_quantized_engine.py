@@ -7,10 +7,9 @@ import pytest
 
 from kvrt import CacheConfig, MaskSpec, Runtime
 from kvrt.errors import BadConfig
+from kvrt.options.serving import Rules, TierConfig
 from kvrt.program import estimate
 from kvrt.serving.engine import Engine
-from kvrt.serving.offload import TierConfig
-from kvrt.serving.scheduling.step_plan import Rules
 from tests.serving.engines import N_BATCH, ask, make, one
 from tests.store.plaincodec import head_bytes
 from tests.toys import ToyLm

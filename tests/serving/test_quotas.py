@@ -5,8 +5,8 @@ import pytest
 
 from kvrt import Sampling
 from kvrt.errors import BadRequest
+from kvrt.options.serving import Rules
 from kvrt.policies import AttentionSinks, ContextShift
-from kvrt.serving.scheduling.step_plan import Rules
 from tests.marks import first_fast
 from tests.serving.engines import N_BATCH, N_ROWS, alone, ask, make, served
 

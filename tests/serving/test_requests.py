@@ -6,11 +6,11 @@ import math
 import pytest
 
 from kvrt.errors import BadConfig, BadRequest, UsageError
-from kvrt.program.sample import Sampling
+from kvrt.options.sampling import Sampling
+from kvrt.options.serving import Rules
 from kvrt.serving import request as requests
 from kvrt.serving.limits import Limits
 from kvrt.serving.request import Request
-from kvrt.serving.scheduling.step_plan import Rules
 from tests.serving.engines import ask, make
 
 LIMITS = Limits(n_vocab=100, n_ctx=64, n_max=32)

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 
 from kvrt import CacheConfig, Engine, Sampling
 from kvrt.cellcache import history as token_history
+from kvrt.options.engine import EngineConfig
+from kvrt.options.serving import Rules
 from kvrt.policies import AttentionSinks, ContextShift
-from kvrt.serving.config import EngineConfig
 from kvrt.serving.request import samples_of
-from kvrt.serving.scheduling.step_plan import Rules
 from tests.numpy_device.device import installed
 from tests.runtime.test_bad_logits import poisoned
 from tests.serving.engines import MODELS, N_BATCH, N_ROWS, B, ask, make

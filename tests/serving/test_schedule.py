@@ -4,11 +4,11 @@ import pytest
 from plainspace import PlainSpace, Served, alone, ids
 
 from kvrt.errors import BadConfig, BadRequest
-from kvrt.program.sample import Sampling
+from kvrt.options.sampling import Sampling
+from kvrt.options.serving import Rules
 from kvrt.serving import request as requests
 from kvrt.serving.request import Request
 from kvrt.serving.scheduling.scheduler import Scheduler
-from kvrt.serving.scheduling.step_plan import Rules
 
 
 def ask(name, n_prompt=4, n_predict=4, **rest) -> Request:

@@ -15,9 +15,9 @@ from hypothesis.stateful import (
 from plainspace import PlainSpace, Served, alone
 
 from kvrt.errors import BadRequest
+from kvrt.options.serving import Order, Rules
 from kvrt.serving.request import Request
-from kvrt.serving.scheduling.queue import Order, _step_key
-from kvrt.serving.scheduling.step_plan import Rules
+from kvrt.serving.scheduling.queue import _step_key
 
 PREFIXES = [(), (1,) * 5, (1,) * 5 + (2,) * 6, tuple(range(9))]
 

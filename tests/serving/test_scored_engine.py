@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvrt import CacheConfig, Engine, EngineConfig, Runtime
+from kvrt.options.serving import TierConfig
 from kvrt.policies.scored import H2O, SnapKV, SparseWindow
-from kvrt.serving.offload import TierConfig
 from tests.marks import full
 from tests.serving.engines import served_texts
 from tests.toys import HybridLm, ToyLm

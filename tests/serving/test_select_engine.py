@@ -19,9 +19,9 @@ from kvrt import (
 )
 from kvrt.attention.select import labels
 from kvrt.errors import BadConfig, CacheFull
+from kvrt.options.serving import Rules
 from kvrt.program.labels.arrays import label_plan
 from kvrt.serving.request import Request
-from kvrt.serving.scheduling.step_plan import Rules
 from tests.numpy_device.device import installed
 from tests.serving import engines
 from tests.serving.engines import MODELS, WINDOWS, served_texts

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvrt.serving.offload import TierConfig
+from kvrt.options.serving import TierConfig
 from kvrt.serving.request import Request
 from tests.serving import engines
 from tests.sharedlm import Dense

@@ -7,7 +7,7 @@ from engines import B, ask, make, run, served
 from kvrt import CacheConfig, Engine, Sampling
 from kvrt.attention import registry
 from kvrt.errors import BadConfig
-from kvrt.serving.config import EngineConfig
+from kvrt.options.engine import EngineConfig
 from tests.toys import ToyLm
 
 OPTIMISED = False  # toys: what is compiled runs a few times

@@ -11,12 +11,12 @@ import jax
 
 from kvrt import CacheConfig
 from kvrt.errors import KvrtError
+from kvrt.options.engine import EngineConfig
+from kvrt.options.sampling import Sampling
+from kvrt.options.serving import Rules
 from kvrt.program.mesh import MeshSpec
-from kvrt.program.sample import Sampling
-from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.request import Request
-from kvrt.serving.scheduling.step_plan import Rules
 from tests.toys import ToyLm
 
 CONFIG = CacheConfig(n_ctx=64, n_seq_max=2, block_size=4, n_ubatch=8, type_k="f32", type_v="f32")

@@ -155,10 +155,10 @@ def test_rows_without_the_shards_of_a_process_are_refused(sound, tmp_path):
         ({"n_heads": 0, "writers": []}, "n_heads is 0"),
         ({"n_heads": 4, "writers": [0] * 4}, "2 blocks for the 289 cells"),
         ({"n_heads": 3, "writers": [0] * 3}, "2 blocks for the 289 cells"),
-        ({"cells": [], "writers": []}, "writers is"),
-        ({"cells": [289], "writers": [-1]}, "writers is -1"),
-        ({"cells": "all"}, "cells is 'all'"),
-        ({"cells": [289, 0], "writers": [0, 70000]}, "writers is 70000"),
+        ({"cells": [], "writers": []}, r"cells is \[\]; a list of 1 to"),
+        ({"cells": [289], "writers": [-1]}, r"writers\[0\] is -1"),
+        ({"cells": "all"}, 'cells is "all"'),
+        ({"cells": [289, 0], "writers": [0, 70000]}, r"writers\[1\] is 70000"),
     ],
 )
 def test_a_manifest_with_another_division_is_refused(sound, fields, told):

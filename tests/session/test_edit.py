@@ -114,9 +114,3 @@ def test_a_value_that_does_not_fit_is_refused():
     with pytest.raises(errors.UsageError, match="up to 1e"):
         edit.convert(big, "f16", "f16")
     assert edit.convert(big, "bf16", "bf16").fingerprint["type_k"] == "bf16"
-
-
-def test_the_old_name_of_a_snapshots_history_works_with_a_warning():
-    taken = snapshot(n_cells=(40,))
-    with pytest.warns(DeprecationWarning, match=r"Snapshot\.text is deprecated.*Snapshot\.history"):
-        assert taken.text is taken.history

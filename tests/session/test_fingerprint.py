@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import typing
 
 import pytest
 from snapshots import snapshot
@@ -168,7 +169,7 @@ FORGERIES = {
     "tensor '0.index' is int32[300]": lambda said: said["groups"][0].update(n_used=299),
     "group 0: its cells are damaged": lambda said: said["groups"][0].update(n_cells=300),
     "manifest.groups is": lambda said: said.update(groups={"a": 1}),
-    "manifest.n_tokens.x": lambda said: said.update(n_tokens={"x": 1}),
+    'manifest.n_tokens has the key "x"': lambda said: said.update(n_tokens={"x": 1}),
     "tensor 'text.7' is missing": lambda said: said["n_tokens"].update({"7": 3}),
     "the fingerprint does not tell the groups": lambda said: said.update(fingerprint={}),
     "bytes for block 0 of group 0, from": lambda said: said["fingerprint"].update(type_k="f16"),
@@ -226,14 +227,21 @@ CHANGED = [
 ]
 
 
+def with_field(kind, *field):
+    return dataclasses.make_dataclass(
+        kind.__name__, [field], bases=(kind,), frozen=True, kw_only=True
+    )
+
+
 @pytest.mark.parametrize(("kind", "name", "value", "of", "meant"), CHANGED)
 def test_a_changed_default_changes_no_file(monkeypatch, kind, name, value, of, meant):
     before = described(PLAIN, self_extend=EXTEND)
-    field = (name, object, dataclasses.field(default=value))
-    changed = dataclasses.make_dataclass(
-        kind.__name__, [field], bases=(kind,), frozen=True, kw_only=True
-    )
-    monkeypatch.setattr(described_file, kind.__name__, changed)
+    changed = with_field(kind, name, typing.Any, dataclasses.field(default=value))
+    group = changed
+    if kind is not GroupSpec:
+        inner = {RopeSpec: "rope", MaskSpec: "mask"}[kind]
+        group = with_field(GroupSpec, inner, changed | None, dataclasses.field(default=None))
+    monkeypatch.setattr(described_file, "GroupSpec", group)
     for found in (completed(OLDER), before):
         (spec,) = described_file.groups(found)
         assert of(spec) == meant

@@ -127,7 +127,7 @@ def test_text_may_come_from_a_pipe(tmp_path):
         os.mkfifo(path)
         threading.Thread(target=path.write_text, args=(data,), daemon=True).start()
     assert at_once(lambda: prompt.read_text("-f", str(text))) == "Once upon"
-    found = at_once(lambda: Requests(str(requests), BatchOptions().defaults()))
+    found = at_once(lambda: Requests(str(requests), BatchOptions()))
     assert len(found.entries) == 1
     found.close()
 

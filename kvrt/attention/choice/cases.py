@@ -10,8 +10,9 @@ from flax import nnx
 
 from kvrt.arrays import Array
 from kvrt.attention.contract import ChunkedStep, Decoder, Inputs, Outputs, Step
-from kvrt.config import CacheConfig, ExtendKind, GroupSpec, RecurrentSpec, RopeMode, SelfExtend
+from kvrt.config import GroupSpec, RecurrentSpec
 from kvrt.kv_types import KeyDtype, KVDtype
+from kvrt.options.cache import CacheConfig, ExtendKind, RopeMode, SelfExtend
 from kvrt.sizes import StoreSpec
 from kvrt.store.shards import Shards
 

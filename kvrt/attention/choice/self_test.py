@@ -21,9 +21,9 @@ from kvrt.attention.choice.cases import Case
 from kvrt.attention.registry import ANYWHERE
 from kvrt.attention.step_attention import step_attention
 from kvrt.attention.view import AnyView, BlockView, SeqView
-from kvrt.config import CacheConfig
 from kvrt.errors import NoKernel
 from kvrt.kv_types import any_by_channel
+from kvrt.options.cache import CacheConfig
 from kvrt.sizes import Extent, StoreSpec, rounded_up
 from kvrt.store import kv as kv_store
 from kvrt.store.kv import KVStore

@@ -13,10 +13,11 @@ import numpy as np
 from kvrt.attention.scored.policy import ScoredPolicy
 from kvrt.attention.scored.spec import SlotSpec
 from kvrt.attention.scored.split import divided_recurrence, state_shapes
-from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
+from kvrt.config import GroupSpec, RecurrentSpec
 from kvrt.errors import BadConfig
 from kvrt.files.class_source import class_identity
 from kvrt.kv_types import CHANNEL_CODECS, KeyDtype, KVDtype
+from kvrt.options.cache import CacheConfig
 from kvrt.sizes import types_of
 from kvrt.state_arrays import StateArray
 

@@ -18,6 +18,7 @@ from kvrt.attention.scored.head_slots import QuerySums
 from kvrt.config import GroupSpec
 from kvrt.errors import BadConfig
 from kvrt.files.class_source import class_identity
+from kvrt.options.policies import ScoreSizes
 from kvrt.whole_numbers import take_whole_numbers
 
 # Some kv heads, ascending, and the tokens that each of them keeps.
@@ -137,7 +138,7 @@ class Seen:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ScoredPolicy(abc.ABC):
+class ScoredPolicy(ScoreSizes, abc.ABC):
     """Keeps, in each kv head of each layer, the tokens of the greatest scores.
 
     A policy of one's own is a frozen dataclass with `score`; `observe` and `tap` where it needs
@@ -164,13 +165,10 @@ class ScoredPolicy(abc.ABC):
     for the share; arXiv:2309.17453 (StreamingLLM), sec. 3.2, for places.
     """
 
-    budget: int
     n_sink: int = 4
     n_recent: int | None = None
-    interval: int = 64
     pyramid: float = 1.0
     head_share: float = 1.0
-    close_up: bool = False
 
     tap: ClassVar[Tap] = Tap()
     # Told apart by sessions, tiers and chunks; any text.

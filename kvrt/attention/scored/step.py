@@ -13,9 +13,9 @@ from kvrt.attention.scored.split import divided_recurrence
 from kvrt.attention.step_attention import StepAttention
 from kvrt.attention.types import MaybeArray, mark_damage, tempered
 from kvrt.attention.view import BlockView
-from kvrt.config import CacheConfig
 from kvrt.errors import BadConfig
 from kvrt.kv_types import CODECS
+from kvrt.options.cache import CacheConfig
 from kvrt.store import hadamard
 
 

@@ -11,7 +11,7 @@ from kvrt.attention.softmax import MASKED
 from kvrt.attention.view import AnyView, SeqView
 from kvrt.cells import mask
 from kvrt.config import MAX_POS, GroupSpec
-from kvrt.select_spec import DoubleSparsity, Select
+from kvrt.options.select import DoubleSparsity, Select
 from kvrt.store.codec import decode
 
 # Above every sum of weights, of which there is at most one a query head.

@@ -15,7 +15,7 @@ from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Bool, Float, Int32
 from kvrt.kv_types import Codec
-from kvrt.select_spec import UNIT, DoubleSparsity, Select
+from kvrt.options.select import UNIT, DoubleSparsity, Select
 from kvrt.sizes import StoreSpec
 from kvrt.store.codec import KVArray, decode, empty_quantized, encode
 from kvrt.store.kv import KVStore

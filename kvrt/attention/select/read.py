@@ -12,7 +12,7 @@ from kvrt.attention.select.choose import UnitView, choose_units
 from kvrt.attention.select.labels import LabelArray, gather_units
 from kvrt.attention.types import LayerAttention, LayerKV, TokenQKV
 from kvrt.attention.view import AnyView, SeqView
-from kvrt.select_spec import Select
+from kvrt.options.select import Select
 from kvrt.store.codec import decode
 
 Arguments = tuple[TokenQKV, LayerKV, AnyView, LayerAttention]

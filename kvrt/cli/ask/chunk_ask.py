@@ -18,8 +18,8 @@ from kvrt.cli.session.open_session import check_fits, follow
 from kvrt.cli.setup.model import compile_programs, open_with_status
 from kvrt.cli.setup.open_runtime import open_runtime, ready
 from kvrt.cli.setup.weights import choose_weights
-from kvrt.config import CacheConfig
 from kvrt.errors import BadSession, CacheFull, UsageError
+from kvrt.options.cache import CacheConfig
 from kvrt.policies import AnyPolicy, ScoredPolicy
 from kvrt.reuse.blend import hidden_ratio
 from kvrt.runtime.blend import check_spec

@@ -34,7 +34,7 @@ def _execute(options: BatchOptions) -> int:
     types = first_says(options, lambda: _types(options))
     options = dataclasses.replace(options, **types)
     assert options.input is not None and options.output is not None
-    requests = Requests(options.input, options.defaults(), Digests(options).of)
+    requests = Requests(options.input, options, Digests(options).of)
     try:
         with contextlib.closing(_results(options, requests)) as results:
             return _serve(options, requests, results)

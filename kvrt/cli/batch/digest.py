@@ -16,28 +16,15 @@ from kvrt.cli.flags.serving import BatchOptions
 from kvrt.errors import UsageError, reason
 from kvrt.files import regular
 from kvrt.kv_types import FLOAT_DTYPES, any_by_channel
+from kvrt.options.option import deciding, flags_of
 from kvrt.policies.scored.duo_attention import read_streaming
 from kvrt.runtime.heavy_channels import read_channels
 from kvrt_models.file_digest import depends_on_n_ctx, model_digest
 from kvrt_models.weights.types import WeightType
 
-# Flags that decide what a request gets. How many are served at once, in blocks or in cells, on how
-# many devices, with what tiers decides how fast it gets that.
 _TYPES = ("dtype", "cache_type_k", "cache_type_v")
-_FLAGS = (*_TYPES, "hadamard", "rope", "attention")
-# A value that is written as another: what "auto" is on a device is not known before JAX is there,
-# and files of 0.1 have its name for the same on a CPU.
+# What "auto" is on a device is not known before JAX is there; results have its name on a CPU.
 _WRITTEN_AS = {"auto": "chunked"}
-# Of SelfExtend, where it is on: results of 0.1 know nothing of it. In the cache it moves what whole
-# steps have computed, so that a step's tokens count as well.
-_EXTEND = ("grp_attn_n", "grp_attn_w", "self_extend", "n_batch")
-# Flags that decide whether a request fits at all.
-_LIMITS = ("n_ctx", "n_ctx_seq", "n_seq_max", "n_batch", "mode", "block_size", "swa_full")
-_KEYS = ("prompt", "tokens", "n_predict", "n", "stop", "chat", "ignore_eos")
-# They decide nothing where there is no policy, and results of 0.1 know nothing of them.
-_POLICY_KEYS = ("policy", "keep", "n_sink", "n_window")
-# Likewise, with the values by which they change nothing.
-_DROP_KEYS = {"n_discard": 0, "n_drop": 1}
 _N_HEX = 10
 _PART = 1 << 20
 
@@ -87,15 +74,16 @@ class Digests:
           UsageError: there is no such model.
           BadModelFile: it cannot be read.
         """
-        whole = {k: getattr(asked, k) for k in _KEYS} | dict(asked.sampling)
-        if asked.policy != "none" or self._by_score:
-            whole |= {k: getattr(asked, k) for k in _POLICY_KEYS} | self._by_score
-            if self._by_score and asked.policy != self._options.policy:
+        options, by_score = asked.options, self._by_score
+        keys = [x for x in flags_of(BatchOptions) if x.line is not False]
+        whole = deciding(options, keys, ["policy"] if by_score else [])
+        whole |= {"prompt": asked.prompt, "tokens": asked.tokens, "n": asked.n}
+        if options.policy != "none" or by_score:
+            whole |= {"n_window": options.window(options.n_ctx_request), **by_score}
+            if by_score and options.policy != self._options.policy:
                 whole["by_score"] = self._options.policy
-            drops = {k: getattr(asked, k) for k in _DROP_KEYS}
-            whole |= {k: x for k, x in drops.items() if x != _DROP_KEYS[k]}
             # A context decides what is dropped, and a step's tokens how a longer prompt is read.
-            whole |= {"n_ctx": self._options.n_ctx_request, "n_batch": self._options.n_batch}
+            whole |= {"n_ctx": options.n_ctx_request, "n_batch": options.n_batch}
         if asked.beams.get("num_beams", 1) > 1:
             whole |= asked.beams
         # The context of its policy; what is reserved changes nothing that it says.
@@ -121,14 +109,11 @@ class Digests:
         options = self._options
         if options.policy in BY_POSITION:
             return {}
-        names = ["policy_budget", "policy_interval"]
-        names += ["n_read", "refresh_every"] if options.n_read else []
-        names += ["close_up"] if options.close_up else []
-        names += ["n_stream"] if options.streaming_heads is not None else []
-        found = {name: getattr(options, name) for name in names}
+        flags = [x for x in flags_of(BatchOptions) if "by_score" in (x.decides or ())]
+        found = deciding(options, flags, ["by_score"])
         if options.streaming_heads is not None:  # whatever the file is called
             found["streaming_heads"] = read_streaming(options.streaming_heads)
-        if "n_sink" in options.given and options.n_sink == type(options).n_sink:
+        if "n_sink" in options.given and options.n_sink == BatchOptions.n_sink:
             found["n_sink_given"] = True  # else it is the policy's own
         return found
 
@@ -136,7 +121,7 @@ class Digests:
     def _common(self) -> tuple[str, str, str]:
         options = self._options
         model = model_digest(options.model)
-        limits = {name: getattr(options, name) for name in _LIMITS}
+        limits = {x.name: getattr(options, x.name) for x in flags_of(BatchOptions) if x.limits}
         if options.budget is not None:  # results of 0.1 know nothing of it
             limits["n_ctx"] = options.budget
         return model[:_N_HEX], _digest(_flags(options)), _digest(limits)
@@ -177,13 +162,9 @@ def _candidates(options: BatchOptions) -> Iterator[BatchOptions]:
 
 
 def _flags(options: BatchOptions) -> dict[str, Any]:
-    flags = {name: getattr(options, name) for name in _FLAGS}
+    own = [x for x in flags_of(BatchOptions) if x.line is False]
+    flags = deciding(options, own)
     flags["attention"] = _WRITTEN_AS.get(options.attention, options.attention)
-    if options.grp_attn_n > 1:
-        flags |= {name: getattr(options, name) for name in _EXTEND}
-    if options.window_sinks:
-        flags["window_sinks"] = options.window_sinks
-    flags |= options.select_flags
     if options.select_channels is not None:  # whatever the file is called
         flags["select_channels"] = read_channels(options.select_channels)
     if any_by_channel(options.cache_type_k or ()):  # tokens whose keys wait for each other

@@ -14,7 +14,6 @@ from kvrt.cli.batch.requests import RequestEntry, Requests
 from kvrt.cli.batch.results import Results
 from kvrt.cli.batch.server import AnswerLimits, Server
 from kvrt.cli.chunks.requests import RequestChunks
-from kvrt.cli.flags.declare import flags_of
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.cli.flags.session_files import BlendFlags
 from kvrt.cli.process import devices, output, startup, status
@@ -28,11 +27,12 @@ from kvrt.cli.setup.open_runtime import choosing, ready
 from kvrt.cli.setup.policy import layers_of_spec, policy_of_batch
 from kvrt.cli.setup.sampling import named_drafter
 from kvrt.cli.setup.weights import WeightsChoice, choose_weights
-from kvrt.config import CacheConfig
 from kvrt.errors import KvrtError, UsageError
 from kvrt.kv_types import described
+from kvrt.options.cache import CacheConfig
+from kvrt.options.engine import EngineConfig
+from kvrt.options.option import flags_of
 from kvrt.policies import ScoredPolicy, by_position
-from kvrt.serving.config import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.metrics import EngineStats
 from kvrt.serving.sizing import budget

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from kvrt.cli.process import output, status
 from kvrt.cli.report.phrases import compiled, nan_scores, token_noun
-from kvrt.cli.report.size import show_size
+from kvrt.options.size import show_size
 from kvrt.serving.metrics import EngineStats
 
 _BAR_S = 0.1  # between two updates of a bar

@@ -9,10 +9,11 @@ import dataclasses
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, BinaryIO
+from collections.abc import Callable, Iterator
+from typing import BinaryIO
 
 from kvrt.cli.batch.request_line import MAX_LINE_BYTES, Asked, Id, Parser, Wrong
+from kvrt.cli.flags.serving import BatchOptions
 from kvrt.errors import UsageError, reason
 
 MAX_LINES = 1 << 24
@@ -54,21 +55,21 @@ class Requests:
     def __init__(
         self,
         path: str,
-        defaults: Mapping[str, Any],
+        options: BatchOptions,
         digest: Callable[[Asked], str] = lambda asked: "",
     ):
         """Checks all lines of a file, - for standard input.
 
         Args:
           path: of the file.
-          defaults: values of what a line leaves out, by the keys of a line.
+          options: the command's flags, for what a line leaves out.
           digest: of what a request's results depend on.
 
         Raises:
           UsageError: it cannot be read, or none of its lines is a request.
         """
         self.name = "standard input" if path == "-" else path
-        self._parser, self._digest = Parser(defaults), digest
+        self._parser, self._digest = Parser(options), digest
         self.entries: list[RequestEntry] = []
         self.bad: list[BadLine] = []
         self._file = self._open(path)

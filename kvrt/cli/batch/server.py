@@ -16,7 +16,8 @@ from kvrt.cli.batch.requests import RequestEntry, Requests
 from kvrt.cli.batch.results import Record, Results, failed, finished
 from kvrt.cli.chunks.requests import Begun, RequestChunks
 from kvrt.cli.flags.context import BY_POSITION
-from kvrt.cli.flags.evaluate import RANDOM, random_seed
+from kvrt.cli.flags.evaluate import random_seed
+from kvrt.cli.flags.serving import BatchOptions
 from kvrt.cli.report.exactness import (
     AnswerCounts,
     Approximation,
@@ -24,10 +25,11 @@ from kvrt.cli.report.exactness import (
     exactness_fields,
 )
 from kvrt.cli.run import prompt
-from kvrt.cli.setup.policy import n_kept
-from kvrt.config import CacheConfig
+from kvrt.cli.setup.policy import n_kept, sinks
 from kvrt.errors import BadRequest, KvrtError
-from kvrt.policies import AttentionSinks, ContextShift, Policy, ScoredPolicy
+from kvrt.options.cache import CacheConfig
+from kvrt.options.sampling import RANDOM
+from kvrt.policies import ContextShift, Policy, ScoredPolicy
 from kvrt.serving.outputs import Output
 from kvrt.serving.request import Request
 from kvrt_models.tokenizer.encode import Tokenizer
@@ -134,11 +136,12 @@ class Server:
             except KvrtError as error:
                 self._write([failed(entry.id, str(error))])
                 continue
-            samples = [_Sample(TextStream(self._tokenizer, asked.stop)) for _ in range(request.n)]
+            stop, policy = asked.options.stop, asked.options.policy
+            samples = [_Sample(TextStream(self._tokenizer, stop)) for _ in range(request.n)]
             self._live[request.id] = _Live(request, asked, samples, begun)
             # With a policy positions are those inside the context.
             n_whole = len(request.tokens) + request.n_predict
-            self.counts.n_long += asked.policy == "none" and n_whole > self._limits.n_ctx_train
+            self.counts.n_long += policy == "none" and n_whole > self._limits.n_ctx_train
 
     def step(self) -> None:
         """One step of the engine; writes what has ended."""
@@ -176,23 +179,23 @@ def request_of(asked: Asked, tokenizer: Tokenizer, begun: Begun | None = None) -
         ids = (*begun.prefix.tokens, *behind)
     elif asked.prompt is not None:
         given = prompt.Prompt(text=asked.prompt)
-        ids = prompt.prompt_ids(given, tokenizer, chat=asked.chat)
-    sampling = dict(asked.sampling)
-    if sampling["seed"] == RANDOM:
+        ids = prompt.prompt_ids(given, tokenizer, chat=asked.options.chat)
+    options = asked.options
+    if options.seed == RANDOM:
         if jax.process_count() > 1:
             raise BadRequest("seed -1 is another one in each process of --coordinator; give it")
-        sampling["seed"] = random_seed()
+        options = dataclasses.replace(options, seed=random_seed())
     return Request(
         id=str(asked.id),
         tokens=tuple(ids),
-        n_predict=asked.n_predict,
-        sampling=Sampling(**sampling),
-        stop_ids=() if asked.ignore_eos else tuple(sorted(tokenizer.eos_ids)),
+        n_predict=options.n_predict,
+        sampling=Sampling(**options.part(Sampling)),
+        stop_ids=() if options.ignore_eos else tuple(sorted(tokenizer.eos_ids)),
         n=asked.n,
         priority=asked.priority,
-        salt=asked.salt.encode(),
+        salt=(options.salt or "").encode(),
         cache=asked.cache,
-        policy=_policy(asked, ids, tokenizer),
+        policy=_policy(options, ids, tokenizer),
         private_prefix=begun and begun.prefix,
         **asked.beams,
         **asked.room,
@@ -200,15 +203,15 @@ def request_of(asked: Asked, tokenizer: Tokenizer, begun: Begun | None = None) -
 
 
 def _policy(
-    asked: Asked, ids: Sequence[int], tokenizer: Tokenizer
+    options: BatchOptions, ids: Sequence[int], tokenizer: Tokenizer
 ) -> Policy | Literal["default", "none"]:
     """What a request keeps, by the name that its line gives."""
-    if asked.policy == "none" or asked.policy not in BY_POSITION or not ids:
+    if options.policy == "none" or options.policy not in BY_POSITION or not ids:
         return "none"
-    if asked.policy == "context_shift":
-        n_keep = n_kept(asked.keep, ids, tokenizer)
-        return ContextShift(n_keep=n_keep, n_discard=asked.n_discard or None)
-    return AttentionSinks(n_sink=asked.n_sink, n_window=asked.n_window, n_drop=asked.n_drop)
+    if options.policy == "context_shift":
+        n_keep = n_kept(options.keep, ids, tokenizer)
+        return ContextShift(n_keep=n_keep, **options.part(ContextShift))
+    return sinks(options, options.n_ctx_request)
 
 
 class _Live:
@@ -219,9 +222,9 @@ class _Live:
     ):
         """Nothing is sampled yet."""
         self.request, self._begun = request, begun
-        self._id, self._policy, self._samples = asked.id, asked.policy, samples
+        self._id, self._policy, self._samples = asked.id, asked.options.policy, samples
         # A random seed is in the result, so that the text can be had again.
-        is_random = asked.sampling["seed"] == RANDOM and request.sampling.temp > 0
+        is_random = asked.options.seed == RANDOM and request.sampling.temp > 0
         self._seed = {"seed": request.sampling.seed} if is_random else {}
 
     def left(self) -> list[int]:

@@ -1,124 +1,32 @@
-"""The flags of how much a context holds, how far it reaches, and what goes when it is full."""
+"""The flags of what goes when a context is full, and how far it reaches."""
 
 import functools
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from kvrt.cli.flags.declare import Options, flag, flag_group
-from kvrt.config import ExtendKind, OnStates
+from msgspec import Meta
+
 from kvrt.errors import UsageError
-from kvrt.files import kinds
+from kvrt.options.option import Options, flag, flag_group, flags_of, flags_of_config
+from kvrt.options.policies import BY_SCORE, OF_SIZES, ScoredName
+from kvrt.policies import POLICIES
 
 DropName = Literal["none", "context_shift", "attention_sinks"]
-PolicyName = Literal[
-    "none",
-    "context_shift",
-    "attention_sinks",
-    "h2o",
-    "snapkv",
-    "tova",
-    "expected_attention",
-    "key_norm",
-    "key_diff",
-    "keyformer",
-    "scissorhands",
-    "sparse_window",
-    "kvzip",
-    "duo_attention",
-]
+PolicyName = Literal[DropName, ScoredName]
 BY_POSITION = get_args(DropName)
-_BY_SCORE = tuple(name for name in get_args(PolicyName) if name not in BY_POSITION)
+_DROPS = f"{' or '.join(BY_POSITION)}, for one by score is that of all requests, --policy,"
+_LineDrop = Annotated[DropName, Meta(extra={"wanted": _DROPS})]
+# By what has settings: the policies that they are of.
+_SETTINGS = {**{kind: (name,) for name, kind in POLICIES.items()}, **OF_SIZES}
 # The policies that a flag is of.
-_OF = {
-    "n_discard": ("context_shift",),
-    "n_window": ("attention_sinks",),
-    "n_drop": ("attention_sinks",),
-    "n_sink": ("attention_sinks", *_BY_SCORE),
-    "policy_budget": _BY_SCORE,
-    "policy_interval": _BY_SCORE,
-    "streaming_heads": ("duo_attention",),
-    "n_stream": ("duo_attention",),
-    "n_read": ("sparse_window",),
-    "close_up": _BY_SCORE,
-}
+_OF = {x.name: of for kind, of in _SETTINGS.items() for x in flags_of(kind)}
+_OF["n_sink"] += BY_SCORE
 _context = functools.partial(flag, "Context")
 _policy = functools.partial(flag, "Context", advanced=True)
 
 
 @flag_group
-class SizeFlags(Options):
-    """How much it holds."""
-
-    n_ctx: int = _context(
-        0,
-        "cells of the context; 0 takes a session's, or the trained length as far as a quarter of "
-        "the free memory holds it, and at least prompt and answer",
-        "N",
-        short="c",
-    )
-
-
-@flag_group
-class KeepFlags(Options):
-    """What of a text stays when older tokens go."""
-
-    keep: int = _context(
-        0,
-        "tokens of the prompt that a shift never drops, BOS not counted; -1 keeps all; if not "
-        "given, a session's",
-        "N",
-        low=-1,
-    )
-    n_discard: int = _policy(
-        0, "tokens that a context shift drops at once; 0 is half of what --keep leaves", "N"
-    )
-    n_sink: int = _policy(4, "first tokens that attention_sinks keeps", "N")
-    n_window: int = _policy(
-        0, "newest tokens that attention_sinks keeps; 0 takes what the context leaves", "N"
-    )
-    n_drop: int = _policy(
-        1,
-        "tokens that attention_sinks drops at once, at least; a quarter of the window, unless keys "
-        "are f32 or stored unrotated: each drop rounds the others again",
-        "N",
-        low=1,
-    )
-    policy_budget: str = _policy(
-        "512",
-        "what each kv head keeps with a --policy by score (h2o and others): tokens, a part of the "
-        "context like 25%, or the memory of all layers like 64MiB",
-        "SIZE",
-    )
-    policy_interval: int = _policy(
-        64, "tokens between two evictions of a --policy by score", "N", low=1
-    )
-    close_up: bool = _policy(
-        False,
-        "with a --policy by score: compare keys by their places among those that are kept, so that "
-        "a text may be many times the trained length",
-    )
-    streaming_heads: str | None = _policy(
-        None,
-        "with --policy duo_attention: the kv heads that keep --n_stream tokens, a file that "
-        "scripts/streaming_heads.py writes, or by layer, as [[1],[0,2]]; others keep the budget",
-        "FILE",
-        file=kinds.INPUT,
-    )
-    n_stream: int = _policy(
-        128, "tokens that heads of --streaming_heads keep: sinks and the newest", "N", low=1
-    )
-    n_read: int = _policy(
-        0,
-        "with --policy sparse_window: tokens of the budget that each token reads, half of them the "
-        "newest, a multiple of --refresh_every; 0 reads all",
-        "N",
-    )
-    refresh_every: int = _policy(
-        32,
-        "with --n_read: tokens from one that reads all, by whose attention the others choose, to "
-        "the next",
-        "N",
-        low=1,
-    )
+class KeepFlags(*map(flags_of_config, reversed(_SETTINGS))):
+    """What of a text stays when older tokens go: the settings of all policies."""
 
     @property
     def policy_name(self) -> PolicyName:
@@ -140,7 +48,7 @@ class KeepFlags(Options):
             )
         for name, policies in _OF.items():
             if (
-                name in self.given
+                name in self.given - {"keep"}
                 and self.policy_name not in policies
                 and not self.policy_elsewhere
             ):
@@ -157,7 +65,7 @@ class KeepFlags(Options):
 
 
 @flag_group
-class RunPolicyFlags(KeepFlags, SizeFlags):
+class RunPolicyFlags(KeepFlags):
     """What a run keeps that goes on beyond its context."""
 
     context_shift: bool = _context(True, "drop older tokens when the context is full, and continue")
@@ -168,11 +76,6 @@ class RunPolicyFlags(KeepFlags, SizeFlags):
         "others keep --policy_budget tokens a kv head by score, from the start; if not given, a "
         "session's",
         "NAME",
-    )
-    on_states: OnStates = _policy(
-        "refuse",
-        "where layers are recurrent: refuse, and the text ends with the context; or keep, and a "
-        "policy drops from the layers with attention alone: states have all tokens",
     )
 
     @property
@@ -195,33 +98,14 @@ class BatchPolicyFlags(KeepFlags):
         "none",
         "what a request keeps beyond its share of the context (none refuses it), or by score",
         "NAME",
+        line=_LineDrop,
+        decides=("policy",),
     )
 
     @property
     def policy_name(self) -> PolicyName:
         """The policy that is meant."""
         return self.policy
-
-
-@flag_group
-class ExtendFlags(Options):
-    """How far tokens share positions."""
-
-    grp_attn_n: int = _context(
-        1,
-        "SelfExtend: tokens that share a position, so that a model reads so many times "
-        "further; 1 is off",
-        "N",
-        short="gan",
-        low=1,
-    )
-    grp_attn_w: int = _policy(
-        512, "SelfExtend: window of tokens with positions of their own", "N", short="gaw", low=1
-    )
-    self_extend: ExtendKind = _policy(
-        "cache",
-        "SelfExtend by moving cells, without context shift, or as in the paper",
-    )
 
 
 @flag_group
@@ -233,4 +117,5 @@ class WindowFlags(Options):
         "first tokens that windowed layers go on seeing behind their window; they keep all cells "
         "then, and the answers are not those that the model was trained for",
         "N",
+        decides=("window_sinks",),
     )

@@ -4,23 +4,29 @@ import dataclasses
 import functools
 import os
 import secrets
-from typing import Literal
+from typing import Annotated, Literal
 
-from kvrt.cli.flags.cache import CacheFlags, CheckpointFlags, PlacementFlags, SelectFlags
-from kvrt.cli.flags.context import BY_POSITION, ExtendFlags, RunPolicyFlags, WindowFlags
-from kvrt.cli.flags.declare import Options, flag, flag_group
+from msgspec import Meta
+
+from kvrt.cli.flags.cache import PlacementFlags, SelectFlags
+from kvrt.cli.flags.context import BY_POSITION, RunPolicyFlags, WindowFlags
 from kvrt.cli.flags.mesh import MeshFlags
 from kvrt.cli.flags.run_session import SessionFlags
 from kvrt.errors import UsageError
 from kvrt.files import kinds
+from kvrt.options.cache import CacheConfig, SelfExtend
+from kvrt.options.option import Options, flag, flag_group, flags_of_config
+from kvrt.options.sampling import RANDOM, Sampling
 
-RANDOM = -1  # as a seed
 UNTIL_FULL = -2  # as a length
+_Text = Annotated[str, Meta(min_length=1)]
+_Stop = _Text | Annotated[list[_Text], Meta(max_length=64)]
 # Those of `kvrt_models.weights.types`, which no help text waits for.
 MatrixDtype = Literal["f32", "bf16", "f16", "int8"]
 _model = functools.partial(flag, "Model")
 _prompt = functools.partial(flag, "Prompt (-p, -f, both, or --tokens; none resumes a session)")
 _length = functools.partial(flag, "Length")
+_line = functools.partial(_length, decides=("always",))
 _sampling = functools.partial(flag, "Sampling")
 _output = functools.partial(flag, "Output")
 _context = functools.partial(flag, "Context", advanced=True)
@@ -40,6 +46,7 @@ class ModelFlags(Options):
         None,
         "dtype of the weights in memory; if not given, a session's, else int8 on CPU and bf16 on "
         "GPU and TPU",
+        decides=("always",),
     )
 
 
@@ -109,8 +116,10 @@ class LengthFlags(Options):
         short="n",
         low=-2,
     )
-    ignore_eos: bool = _length(False, "continue after an end-of-text token")
-    stop: tuple[str, ...] = _length((), "end before this text; may be given several times", "TEXT")
+    ignore_eos: bool = _line(False, "continue after an end-of-text token", line=True)
+    stop: tuple[str, ...] = _line(
+        (), "end before this text; may be given several times", "TEXT", line=_Stop
+    )
 
     def check(self) -> None:
         """Refuses an empty stop text."""
@@ -119,34 +128,35 @@ class LengthFlags(Options):
             raise UsageError("flag --stop= is empty; give at least one character")
 
 
+@flag_group
+class DraftFlags(Options):
+    """Drafts that are verified several at a time."""
+
+    draft: str | None = _length(
+        None,
+        "the same text sooner, from drafts verified a step: ngram (from the text so far), "
+        "layerskip:E (by the first E layers) or a smaller model's name",
+        "WAY",
+    )
+    n_draft: int = _length(
+        8, "with --draft: tokens drafted a step", "K", low=1, most=64, advanced=True
+    )
+
+    def check(self) -> None:
+        """Refuses a number of drafts where nothing drafts."""
+        super().check()
+        if "n_draft" in self.given and self.draft is None:
+            raise UsageError(f"--n_draft {self.n_draft} drafts nothing alone; add --draft ngram")
+
+
 def random_seed() -> int:
     """A seed that nobody has chosen."""
     return secrets.randbelow(2**32)
 
 
 @flag_group
-class SamplingFlags(Options):
+class SamplingFlags(flags_of_config(Sampling)):
     """How tokens are sampled."""
-
-    temp: float = _sampling(0.8, "temperature; 0 takes the most probable token", "X")
-    top_k: int = _sampling(40, "sample from the K most probable tokens; 0 is off", "K")
-    top_p: float = _sampling(
-        0.95, "sample from the fewest tokens of this probability; 1 is off", "P", most=1
-    )
-    min_p: float = _sampling(
-        0.05, "leave out tokens below this share of the best; 0 is off", "P", most=1
-    )
-    repeat_penalty: float = _sampling(
-        1.0, "make recent tokens less probable; 1 is off", "X", low=1e-6
-    )
-    repeat_last_n: int = _sampling(64, "how many tokens are recent", "N", most=1 << 20)
-    seed: int = _sampling(
-        0,
-        "the same seed gives the same text; -1 takes a random one, and says which",
-        "N",
-        low=RANDOM,
-        most=2**32 - 1,
-    )
 
     def settled(self) -> Options:
         """The options with a number for a random seed."""
@@ -156,7 +166,12 @@ class SamplingFlags(Options):
 
 @flag_group
 class EvalFlags(
-    MeshFlags, CheckpointFlags, CacheFlags, WindowFlags, ExtendFlags, RunPolicyFlags, ModelFlags
+    MeshFlags,
+    WindowFlags,
+    flags_of_config(SelfExtend),
+    RunPolicyFlags,
+    flags_of_config(CacheConfig, without="n_seq_max"),
+    ModelFlags,
 ):
     """What every command shares that evaluates tokens."""
 
@@ -236,22 +251,13 @@ class WriteFlags(SelectFlags, SamplingFlags, LengthFlags):
 
 
 @flag_group
-class RunOptions(WriteFlags, TextFlags, SessionFlags, PromptFlags):
+class RunOptions(DraftFlags, WriteFlags, TextFlags, SessionFlags, PromptFlags):
     """Values of the flags of `kvrt run`, each within its range."""
 
     logprobs: int = _output(
         0, "with --json: of each token the K best candidates, their text and log-probabilities", "K"
     )
     cells: bool = _output(False, "print a map of the cells on standard error")
-    draft: str | None = _length(
-        None,
-        "the same text sooner, from drafts verified a step: ngram (from the text so far), "
-        "layerskip:E (by the first E layers) or a smaller model's name",
-        "WAY",
-    )
-    n_draft: int = _length(
-        8, "with --draft: tokens drafted a step", "K", low=1, most=64, advanced=True
-    )
 
     @property
     def prompt_elsewhere(self) -> bool:
@@ -268,5 +274,3 @@ class RunOptions(WriteFlags, TextFlags, SessionFlags, PromptFlags):
         super().check()
         if self.logprobs and not self.json:
             raise UsageError(f"--logprobs {self.logprobs} has no place in the text; add --json")
-        if "n_draft" in self.given and self.draft is None:
-            raise UsageError(f"--n_draft {self.n_draft} drafts nothing alone; add --draft ngram")

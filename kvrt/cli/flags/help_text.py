@@ -6,10 +6,12 @@ There are two: of the flags that most need, and of all.
 import shutil
 import textwrap
 
-from kvrt.cli.commands import RUN, Command
-from kvrt.cli.flags.declare import Flag
+from kvrt.cli.commands import COMMANDS, RUN, Command
+from kvrt.options.option import Flag
 
 _MIN_WIDTH, _MAX_WIDTH = 60, 100
+# Groups by their first words; others stand behind them.
+_ORDER = "Prompt Files Session Model Context Length Sampling Cache Serving Scheduling".split()
 
 
 def help_text(width: int | None = None, command: Command = RUN, *, everything: bool = False) -> str:
@@ -19,7 +21,7 @@ def help_text(width: int | None = None, command: Command = RUN, *, everything: b
     lines = [f"usage: kvrt {command.usage}", "", *textwrap.wrap(command.about, width)]
     flags = [flag for flag in command.flags() if everything or not flag.advanced]
     n_more = len(command.flags()) - len(flags)
-    groups = dict.fromkeys(flag.group for flag in flags)
+    groups = sorted(dict.fromkeys(flag.group for flag in flags), key=_rank)
     left = max(len(usage(flag)) for flag in flags) + 4
     for group in groups:
         lines += ["", *textwrap.wrap(group, width)]
@@ -33,6 +35,28 @@ def help_text(width: int | None = None, command: Command = RUN, *, everything: b
     if command.examples:
         lines += ["", "Examples", *(f"  {example}" for example in command.examples)]
     return "\n".join(lines)
+
+
+def fields_text() -> str:
+    """The field that each flag sets, and whether a line may say it or results depend on it."""
+    flags = {x.name: x for c in COMMANDS for x in c.flags() if x.owner}
+    lines = [
+        "Flags and the fields that they set, of the classes of kvrt.options and",
+        "kvrt.policies. l: a line of kvrt batch may say it; r: results of kvrt",
+        "batch depend on it.",
+        "",
+    ]
+    for name in sorted(flags):
+        x = flags[name]
+        marks = ("l" if x.line is not False else "-") + ("r" if x.decides else "-")
+        lines.append(f"  --{name:<22}{marks}  {x.owner}")
+    return "\n".join(lines) + "\n"
+
+
+def _rank(group: str) -> int:
+    """Where a group of flags stands in the help."""
+    word = group.split()[0]
+    return _ORDER.index(word) if word in _ORDER else len(_ORDER)
 
 
 def usage(flag: Flag) -> str:

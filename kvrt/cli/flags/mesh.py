@@ -2,9 +2,9 @@
 
 import functools
 
-from kvrt.cli.flags.declare import Options, flag, flag_group
 from kvrt.errors import UsageError
 from kvrt.files.named import NamedFile
+from kvrt.options.option import Options, flag, flag_group
 
 AUTO = "auto"
 _devices = functools.partial(flag, "Devices", advanced=True)

@@ -9,11 +9,9 @@ from absl import flags
 
 from kvrt.cli.commands import RUN, Command
 from kvrt.cli.flags import help_text
-from kvrt.cli.flags.declare import Flag, Options
 from kvrt.cli.flags.other_names import other_programs, unknown_flag
-from kvrt.cli.flags.other_names.old_names import OLD_NAMES
-from kvrt.cli.process import output
 from kvrt.errors import UsageError
+from kvrt.options.option import Flag, Options
 
 _TEXT, _PLAIN = flags.ArgumentParser(), flags.ArgumentSerializer()
 
@@ -58,10 +56,6 @@ def parse_flags(args: Sequence[str], command: Command = RUN) -> Any:
     # absl raises ValueError where a switch is given a value after --no.
     except (flags.Error, UsageError, ValueError) as error:
         raise UsageError(f"{error}; {_see(command)}") from error
-    for old, new in OLD_NAMES.get(command.name, {}).items():
-        spellings = _spellings([old], switch=values[new].boolean)
-        if any(x in values and values[x].present for x in spellings):
-            output.warn(f"--{old} is now --{new}")
     return options
 
 
@@ -77,7 +71,6 @@ def _define(command: Command, args: Sequence[str]) -> flags.FlagValues:
     values["help"], values["help_all"] = _Help("help"), _Help("help_all")
     flags.DEFINE_alias("h", "help", flag_values=values)
     flags.DEFINE_alias("help-all", "help_all", flag_values=values)
-    old = OLD_NAMES.get(command.name, {})
     for flag in command.given_by_name().values():
         many = flag.type == tuple[str, ...]
         make = flags.MultiFlag if many else flags.Flag
@@ -86,8 +79,7 @@ def _define(command: Command, args: Sequence[str]) -> flags.FlagValues:
         values[flag.name] = make(
             _parser(flag), _PLAIN, flag.name, default, flag.help, boolean=switch
         )
-        names = [*flag.names, *(name for name, new in old.items() if new == flag.name)]
-        for name in words & _spellings(names, switch=switch) - {flag.name}:
+        for name in words & _spellings(flag.names, switch=switch) - {flag.name}:
             flags.DEFINE_alias(name, flag.name, flag_values=values)
     return values
 
@@ -145,7 +137,7 @@ class _Parser(flags.ArgumentParser):
 
 def _parser(flag: Flag) -> flags.ArgumentParser:
     """What takes the text of a value to the flag's type and checks its range."""
-    low, high = flag.low, flag.high
+    low, high = flag.least, flag.high
     if flag.choices:
         parse = flags.EnumParser(flag.choices).parse
         return _Parser(parse, " or ".join(flag.choices), flag.choices, flag.several)

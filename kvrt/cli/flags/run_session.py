@@ -2,11 +2,11 @@
 
 import functools
 
-from kvrt.cli.flags.declare import Flag, Options, flag, flag_group
 from kvrt.cli.flags.mesh import MeshFlags
 from kvrt.config import MAX_SEQUENCES
 from kvrt.errors import UsageError
 from kvrt.files import kinds
+from kvrt.options.option import Flag, Options, flag, flag_group
 
 _session = functools.partial(flag, "Session")
 

@@ -1,35 +1,23 @@
 """The flags of the commands that keep many sequences at once."""
 
 import functools
-from typing import Any, Literal
+from typing import Annotated
 
-from kvrt.cli.flags.cache import (
-    AttentionFlags,
-    CheckpointFlags,
-    DefragFlags,
-    KVFlags,
-    RollbackFlags,
-    SelectFlags,
-    StepFlags,
-)
-from kvrt.cli.flags.context import (
-    BatchPolicyFlags,
-    ExtendFlags,
-    KeepFlags,
-    SizeFlags,
-    WindowFlags,
-)
-from kvrt.cli.flags.declare import Options, flag, flag_group, flags_of
-from kvrt.cli.flags.evaluate import RANDOM, LengthFlags, ModelFlags, SamplingFlags
+from msgspec import Meta
+
+from kvrt.cli.flags.cache import SelectFlags
+from kvrt.cli.flags.context import BatchPolicyFlags, WindowFlags
+from kvrt.cli.flags.evaluate import DraftFlags, LengthFlags, ModelFlags, SamplingFlags
 from kvrt.cli.flags.mesh import MeshFlags
-from kvrt.cli.flags.scheduling import RuleFlags, TierFlags
 from kvrt.cli.flags.session_files import BlendFlags, JsonFlags, QuietFlags
-from kvrt.cli.report.size import parse_size
 from kvrt.config import MAX_SEQUENCES
 from kvrt.errors import UsageError
 from kvrt.files import kinds
-
-Mode = Literal["cell", "paged"]
+from kvrt.options.cache import CacheConfig, SelfExtend
+from kvrt.options.engine import EngineConfig, Mode, SessionDir
+from kvrt.options.option import Options, flag, flag_group, flags_of_config
+from kvrt.options.sampling import RANDOM
+from kvrt.options.serving import Rules, TierConfig
 
 _cache = functools.partial(flag, "Cache")
 _context = functools.partial(flag, "Context")
@@ -37,12 +25,14 @@ _files = functools.partial(
     flag, "Files (a request is a JSON object in a line; its keys go before these flags)"
 )
 _length = functools.partial(flag, "Length")
+_line = functools.partial(_length, line=True, decides=("always",))
 _memory = functools.partial(flag, "Memory")
 _model = functools.partial(flag, "Model")
 _serve = functools.partial(flag, "Serving")
 _more = functools.partial(flag, "Serving", advanced=True)
 # Long blocks are read fast, short ones are shared and released early.
 _BLOCK_SIZES: dict[Mode, int] = {"cell": 256, "paged": 16}
+_Salt = Annotated[str, Meta(max_length=64)]
 
 
 @flag_group
@@ -50,7 +40,9 @@ class BlockFlags(Options):
     """How tokens get their slots."""
 
     mode: Mode = _cache("cell", "single cells, or blocks that requests with a common prefix share")
-    block_size: int = _cache(0, "tokens a block; 0 takes 256 in cell mode, 16 in paged mode", "N")
+    block_size: int = _cache(
+        0, "tokens a block; 0 takes 256 in cell mode, 16 in paged mode", "N", limits=True
+    )
 
     @property
     def block(self) -> int:
@@ -72,7 +64,13 @@ class AnyModelFlags(Options):
 
 @flag_group
 class DoctorOptions(
-    JsonFlags, BlockFlags, StepFlags, AttentionFlags, KVFlags, SizeFlags, AnyModelFlags
+    JsonFlags,
+    BlockFlags,
+    flags_of_config(
+        CacheConfig,
+        only="n_ctx n_ubatch rope attention cache_type_k cache_type_v hadamard swa_full",
+    ),
+    AnyModelFlags,
 ):
     """Values of the flags of `kvrt doctor`."""
 
@@ -81,14 +79,10 @@ class DoctorOptions(
 class FitOptions(
     JsonFlags,
     BlockFlags,
-    CheckpointFlags,
-    RollbackFlags,
-    StepFlags,
     SelectFlags,
-    KVFlags,
     WindowFlags,
     BatchPolicyFlags,
-    SizeFlags,
+    flags_of_config(CacheConfig, without="rope attention defrag_thold on_states"),
     ModelFlags,
 ):
     """Values of the flags of `kvrt fit`."""
@@ -104,15 +98,15 @@ class FitOptions(
         None,
         "memory there is, like 8GiB; left out, what this machine or its accelerator has free",
         "SIZE",
+        size=True,
     )
     unified: bool = _memory(
         False, "with --mode paged: also what one page size for all layers would take"
     )
 
     def check(self) -> None:
-        """Refuses a size that is none, and pages in cell mode."""
+        """Refuses pages in cell mode."""
         super().check()
-        self.max_bytes()
         if self.unified and self.mode != "paged":
             raise UsageError("--unified compares blocks; add --mode paged")
 
@@ -121,74 +115,23 @@ class FitOptions(
         """Tokens of one sequence: its share of the context."""
         return self.n_ctx // self.n_seq_max
 
-    def max_bytes(self) -> int | None:
-        """The budget in bytes; None where it was left out."""
-        return None if self.budget is None else parse_size("--budget", self.budget)
-
 
 @flag_group
-class ServeFlags(Options):
+class ServeFlags(
+    flags_of_config(SessionDir), flags_of_config(EngineConfig), flags_of_config(Rules)
+):
     """How many requests are served at once, and in what order."""
 
-    n_seq_max: int = _serve(
-        16,
-        "sequences at once; the others wait",
-        "K",
-        low=1,
-        most=MAX_SEQUENCES,
-        aliases=("parallel",),
-    )
-    n_batch: int = _serve(
-        512,
-        "tokens of a step, prefill and decode together",
-        "N",
-        short="b",
-        low=1,
-        aliases=("n_ubatch",),
-    )
-    n_ctx_seq: int = _serve(
-        0, "tokens of one request at most, its answer included; 0 is all that -c holds", "N"
-    )
-    budget: str | None = _serve(
-        None,
-        "memory for the cache, like 2GiB, --host_cache included and weights not: takes the place "
-        "of -c, with --n_ctx_seq",
-        "SIZE",
-        advanced=True,
-    )
-    prefix_cache: bool = _serve(
-        True,
-        "reuse a prefix that another request computed: whole blocks, with --mode cell any number "
-        "of tokens",
-    )
-    hash_block_size: int = _more(
-        0,
-        "in paged mode: a prefix hit may end at each multiple of so many tokens, within a block; "
-        "0 takes whole blocks",
-        "N",
-    )
-    shared_reads: bool = _more(
-        False,
-        "attend to shared prefixes once per step when faster (cascade attention); the last bits "
-        "may differ",
-    )
     salt: str | None = _more(
-        None, "requests of different salts never share a prefix; a line may say its own", "TEXT"
-    )
-    n_recent: int = _more(
-        64, "tokens that the repeat penalty of any line may look back, at most", "N", most=1 << 20
-    )
-    session_dir: str | None = _serve(
         None,
-        "a folder of sessions, as of run --session; each request begins from the best of them",
-        "FOLDER",
-        file=kinds.SESSIONS,
+        "requests of different salts never share a prefix; a line may say its own",
+        "TEXT",
+        line=_Salt,
     )
 
     def check(self) -> None:
         """Refuses a step in which not every sequence has its token."""
         super().check()
-        self.budget_bytes()
         if self.budget is not None and not self.n_ctx_seq:
             raise UsageError(
                 f"--budget {self.budget}: how much of it one request may take is not said; add "
@@ -200,9 +143,23 @@ class ServeFlags(Options):
                 "token of each sequence; raise it"
             )
 
-    def budget_bytes(self) -> int | None:
-        """Memory for the cache; None where -c sizes it."""
-        return None if self.budget is None else parse_size("--budget", self.budget)
+
+@flag_group
+class TierFlags(flags_of_config(TierConfig)):
+    """Where blocks go that the device has no room for."""
+
+    def check(self) -> None:
+        """Refuses tiers without room, and what says something of tiers where there are none."""
+        super().check()
+        if self.host_cache is not None:
+            return
+        if self.disk_cache is not None:
+            raise UsageError("--disk_cache takes its blocks from the host; add --host_cache SIZE")
+        for name in ("disk_cache_size", "eviction_policy", "always_load"):
+            if name in self.given:
+                raise UsageError(f"--{name} is for tiers, and there is none; add --host_cache SIZE")
+        if getattr(self, "preempt", "") == "swap":
+            raise UsageError("--preempt swap offloads to the host; add --host_cache SIZE")
 
 
 @flag_group
@@ -245,29 +202,29 @@ class BatchOptions(
     MeshFlags,
     BlendFlags,
     TierFlags,
-    RuleFlags,
     ServeFlags,
     WindowFlags,
-    ExtendFlags,
+    flags_of_config(SelfExtend),
     BatchPolicyFlags,
     BlockFlags,
-    CheckpointFlags,
-    DefragFlags,
-    AttentionFlags,
     SelectFlags,
-    KVFlags,
+    flags_of_config(CacheConfig, without="n_ubatch n_rs_seq on_states"),
     SamplingFlags,
+    DraftFlags,
     LengthFlags,
-    SizeFlags,
     ModelFlags,
     BatchFiles,
 ):
     """Values of the flags of `kvrt batch`."""
 
-    n_ctx: int = _context(8192, "tokens of all sequences together", "N", short="c", low=1)
-    n_predict: int = _length(256, "tokens to write at most", "N", short="n", low=1)
-    chat: bool = _length(False, "take prompts as a user's messages, by the model's chat template")
-    mode: Mode = _cache("paged", "blocks that requests with a common prefix share, or single cells")
+    n_ctx: int = _context(
+        8192, "tokens of all sequences together", "N", short="c", low=1, limits=True
+    )
+    n_predict: int = _line(256, "tokens to write at most", "N", short="n", low=1)
+    chat: bool = _line(False, "take prompts as a user's messages, by the model's chat template")
+    mode: Mode = _cache(
+        "paged", "blocks that requests with a common prefix share, or single cells", limits=True
+    )
     draft: str | None = _length(
         None,
         "verify several tokens a step; the text is the same. ngram drafts what followed the newest "
@@ -275,9 +232,6 @@ class BatchOptions(
         "model of the same vocabulary, which takes memory beside --budget",
         "ngram|layerskip:E|MODEL",
         advanced=True,
-    )
-    n_draft: int = _length(
-        8, "with --draft: tokens drafted a step", "K", low=1, most=64, advanced=True
     )
 
     @property
@@ -292,8 +246,6 @@ class BatchOptions(
             raise UsageError(
                 "--defrag_thold packs cells, and blocks are never packed; leave it out"
             )
-        if "n_draft" in self.given and self.draft is None:
-            raise UsageError(f"--n_draft {self.n_draft} drafts nothing alone; add --draft ngram")
         if self.coordinator is not None and self.draft not in (None, "ngram"):
             raise UsageError(
                 f"--draft {self.draft} with --coordinator: each process would draft by itself, and "
@@ -319,21 +271,6 @@ class BatchOptions(
     def settled(self) -> Options:
         """The options as they are: each request takes a random seed of its own."""
         return self
-
-    def defaults(self) -> dict[str, Any]:
-        """What a line leaves out, by its keys."""
-        names = [
-            *(f.name for f in flags_of(SamplingFlags)),
-            "n_predict",
-            "stop",
-            "chat",
-            "ignore_eos",
-            "policy",
-            *(f.name for f in flags_of(KeepFlags)),
-        ]
-        found = {name: getattr(self, name) for name in names}
-        found |= {"n": 1, "priority": 0, "cache": True, "salt": self.salt or ""}
-        return found | {"n_window": self.window(self.n_ctx_request)}
 
     @property
     def n_ctx_request(self) -> int:

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from typing import Any, Literal, get_args
 
-from kvrt.cli.flags.declare import Options, flag, flag_group, flags_of
 from kvrt.cli.flags.evaluate import (
     EvalFlags,
     MatrixDtype,
@@ -14,11 +13,11 @@ from kvrt.cli.flags.evaluate import (
     WriteFlags,
 )
 from kvrt.cli.flags.run_session import ReplaceFlags, SequenceFlags
-from kvrt.cli.report.size import parse_size
 from kvrt.config import MAX_SEQUENCES
 from kvrt.errors import UsageError
 from kvrt.files import kinds
 from kvrt.kv_types import KVDtype
+from kvrt.options.option import Options, flag, flag_group, flags_of
 
 Target = Literal[
     "f32",
@@ -398,15 +397,6 @@ class PruneOptions(QuietFlags, JsonFlags, FolderFlags):
     """Values of the flags of `kvrt prune`."""
 
     budget: str | None = _session(
-        None, "what the sessions may take, like 10GB or 512MiB", "SIZE", needed=True
+        None, "what the sessions may take, like 10GB or 512MiB", "SIZE", needed=True, size=True
     )
     dry_run: bool = _session(False, "say what would be deleted, and delete and write nothing")
-
-    def check(self) -> None:
-        """Refuses a size that is none."""
-        super().check()
-        self.max_bytes()
-
-    def max_bytes(self) -> int:
-        """The budget in bytes."""
-        return parse_size("--budget", self.budget or "")

@@ -9,8 +9,8 @@ from kvrt.cli.flags.session_files import PruneOptions
 from kvrt.cli.library import survey
 from kvrt.cli.library.ls import last_use
 from kvrt.cli.process import output
-from kvrt.cli.report.size import show_size
 from kvrt.cli.report.tables import table
+from kvrt.options.size import show_size
 from kvrt.session.library.entries import Entry, due
 
 
@@ -22,7 +22,7 @@ def execute(options: PruneOptions) -> int:
       BadSession: the index is damaged.
       KvrtError: a file cannot be deleted.
     """
-    library, budget = survey.open_library(options.folder), options.max_bytes()
+    library, budget = survey.open_library(options.folder), options.size("budget") or 0
     found = survey.survey(library)
     wanted = gone = due(found.entries, budget)
     if gone and not options.dry_run:

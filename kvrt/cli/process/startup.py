@@ -11,8 +11,9 @@ import numpy as np
 from kvrt import jax_settings
 from kvrt.attention.registry import AUTO, require
 from kvrt.cli.process.output import warn
-from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
+from kvrt.config import GroupSpec, RecurrentSpec
 from kvrt.errors import BadConfig, KvrtError, UsageError
+from kvrt.options.cache import CacheConfig
 from kvrt.program import disk_hits
 from kvrt.program.estimate import of_blocks, of_cells
 from kvrt.program.mesh import MeshSpec

@@ -5,9 +5,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from kvrt.cli.flags.declare import Options
 from kvrt.cli.flags.evaluate import ModelFlags
 from kvrt.cli.process import output
+from kvrt.options.option import Options
 
 Say = Callable[[str], None]
 LINE_S = 15.0  # between two lines of progress where there is no terminal

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from kvrt.config import CacheConfig
+from kvrt.options.cache import CacheConfig
 from kvrt.policies import ScoredPolicy, policy_name
 from kvrt.policies.schedule import n_first
 from kvrt.policies.self_extend import extend_schedule

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvrt.options.select import Select
 from kvrt.reuse.plan import ReusePlan
 from kvrt.reuse.reasons import Reason
-from kvrt.select_spec import Select
 
 if TYPE_CHECKING:
     from kvrt.session.manifest import Manifest

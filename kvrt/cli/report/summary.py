@@ -21,7 +21,7 @@ from kvrt.cli.report.exactness import Approximation, exactness_fields, exactness
 
 if TYPE_CHECKING:
     from kvrt.attention.scored.policy import ScoredPolicy
-    from kvrt.select_spec import Select
+    from kvrt.options.select import Select
 
 _COLOURS = ("cyan", "green", "yellow", "blue", "bright_red", "bright_cyan", "bright_green")
 _MOST_DROPS = 5

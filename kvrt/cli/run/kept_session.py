@@ -23,8 +23,8 @@ from kvrt.cli.session.open_session import (
     open_existing,
     real_path,
 )
-from kvrt.config import CacheConfig
 from kvrt.errors import BadSession, KvrtError, SessionMismatch, UsageError
+from kvrt.options.cache import CacheConfig
 from kvrt.policies import AnyPolicy, ScoredPolicy
 from kvrt.reuse.diff import common_prefix
 from kvrt.session import OpenedSession, SamplingState, fingerprint

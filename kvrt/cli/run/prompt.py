@@ -1,17 +1,21 @@
 """The prompt: read from a flag, a file or standard input, and turned into token ids."""
 
 import dataclasses
-import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
+
+from msgspec import Meta
 
 from kvrt.cli.flags.evaluate import PromptFlags
 from kvrt.errors import UsageError, reason
+from kvrt.files.typed_json import json_value, typed
+from kvrt.whole_numbers import Whole
 
 if TYPE_CHECKING:
     from kvrt_models.tokenizer.encode import Tokenizer
 
 MAX_BYTES = 1 << 28
 _STDIN = 0
+_Ids = Annotated[tuple[Whole, ...], Meta(min_length=1)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,19 +140,11 @@ def _known(ids: tuple[int, ...], tokenizer: "Tokenizer") -> list[int]:
 
 
 def _ids(path: str) -> tuple[int, ...]:
-    wanted = "a JSON list of at least one token id is wanted, like [1, 2, 3]"
     try:
-        found: Any = json.loads(_bytes("--tokens", path))
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"--tokens {path}: no JSON ({error}); {wanted}") from error
-    if not isinstance(found, list) or not found:
-        what = "an empty list" if found == [] else f"a JSON {type(found).__name__}"
-        raise UsageError(f"--tokens {path}: found {what}; {wanted}")
-    for i, item in enumerate(found):
-        # A JSON true would pass for the integer 1.
-        if type(item) is not int or item < 0:
-            raise UsageError(f"--tokens {path}: item {i} is {json.dumps(item)[:40]}; {wanted}")
-    return tuple(found)
+        return typed(_Ids, json_value(_bytes("--tokens", path)))
+    except ValueError as error:
+        wanted = "a JSON list of at least one token id is wanted, like [1, 2, 3]"
+        raise UsageError(f"--tokens {path}: {error}; {wanted}") from error
 
 
 def _bytes(flag: str, path: str) -> bytes:

@@ -13,7 +13,7 @@ from kvrt.cli.setup.model import await_programs, compile_programs, open_with_sta
 from kvrt.cli.setup.open_runtime import open_runtime
 from kvrt.cli.setup.policy import follow_policy, followed
 from kvrt.cli.setup.weights import choose_weights
-from kvrt.config import CacheConfig
+from kvrt.options.cache import CacheConfig
 from kvrt.policies import AnyPolicy
 
 

@@ -16,8 +16,8 @@ from kvrt.cli.run.prompt_run import PromptRun
 from kvrt.cli.session.open_session import follow_sampling, is_library
 from kvrt.cli.setup.drafter import open_drafter
 from kvrt.cli.setup.open_runtime import ready
-from kvrt.config import CacheConfig
 from kvrt.errors import BadLogits, CacheFull, UsageError
+from kvrt.options.cache import CacheConfig
 
 
 def execute(options: RunOptions, given: prompt.Prompt) -> int:

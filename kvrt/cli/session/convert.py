@@ -13,9 +13,8 @@ from kvrt.cli.flags.session_files import ConvertOptions
 from kvrt.cli.process import output, startup
 from kvrt.cli.session.open_session import existing
 from kvrt.cli.setup import config as settings
-from kvrt.errors import BadConfig
 from kvrt.files import atomic
-from kvrt.files.small_json import read_json_file
+from kvrt.files.typed_json import read_typed
 from kvrt.kv_types import KVDtype
 from kvrt.session import described
 from kvrt.session.change import edit, replace
@@ -23,6 +22,7 @@ from kvrt.session.interop import llama_read, llama_write, mlx_read, mlx_write, s
 from kvrt.session.interop.llama_format import SEQUENCE, WHOLE
 from kvrt.session.snapshot import Snapshot
 from kvrt.sizes import extent
+from kvrt.whole_numbers import Count
 from kvrt_models import load
 
 _Write = Callable[[BufferedIOBase], None]
@@ -96,7 +96,8 @@ def _writer(old: Snapshot, options: ConvertOptions) -> _Write:
     groups, arch = described.groups(old.fingerprint), described.arch(old.fingerprint)
     how: dict[str, Any] = dict(arch=arch, seq_id=options.seq, old=options.legacy_format)
     if options.to == "mlx":
-        notes = None if options.notes is None else _notes(options.notes)
+        what = 'notes, as in {"model": "name"}'
+        notes = None if options.notes is None else read_typed(dict[str, str], options.notes, what)
         return lambda file: mlx_write.write(file, old, groups, notes=notes, **how)
     whole = options.to == "llama.cpp"
     return lambda file: llama_write.write(file, old, groups, whole=whole, **how)
@@ -104,24 +105,9 @@ def _writer(old: Snapshot, options: ConvertOptions) -> _Write:
 
 def _ids_by_sequence(path: str) -> dict[int, list[int]]:
     """Ids from a JSON file: a list is of sequence 0; raises BadConfig for anything else."""
-    value = read_json_file(path, "token ids")
-    lists = value if isinstance(value, dict) else {"0": value}
-    for name, ids in lists.items():
-        is_ids = isinstance(ids, list) and all(type(x) is int and 0 <= x < 2**31 for x in ids)
-        if not is_ids or not name.isascii() or not name.isdigit():
-            raise BadConfig(
-                f"{path}: a JSON list of token ids is wanted, or an object of lists by sequence, "
-                'like {"0": [1, 2]}; kvrt inspect --tokens --json prints them'
-            )
-    return {int(name): ids for name, ids in lists.items()}
-
-
-def _notes(path: str) -> dict[str, str]:
-    """Texts by name from a JSON file; raises BadConfig for anything else."""
-    value = read_json_file(path, "notes")
-    if not isinstance(value, dict) or not all(isinstance(x, str) for x in value.values()):
-        raise BadConfig(f'{path}: a JSON object of texts is wanted, like {{"model": "name"}}')
-    return value
+    what = "token ids, a list or lists by sequence, as kvrt inspect --tokens --json prints them"
+    found = read_typed(list[Count] | dict[Count, list[Count]], path, what)
+    return found if isinstance(found, dict) else {0: found}
 
 
 def _write(path: Path, write: _Write) -> None:

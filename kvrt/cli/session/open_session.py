@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvrt import session
 from kvrt.cli.flags.evaluate import EvalFlags, SamplingFlags
 from kvrt.cli.report.phrases import token_noun
-from kvrt.config import CacheConfig
 from kvrt.errors import (
     BadConfig,
     BadSession,
@@ -21,6 +20,7 @@ from kvrt.errors import (
     UsageError,
     reason,
 )
+from kvrt.options.cache import CacheConfig
 from kvrt.session import OpenedSession, described, fingerprint
 from kvrt.session.kv_file import frame
 from kvrt.session.library.stored import FOLDER_INDEX

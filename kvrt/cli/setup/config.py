@@ -7,53 +7,48 @@ from typing import TypeVar
 
 import jax
 
-from kvrt.cli.flags.cache import CacheFlags, CheckpointFlags, KVFlags, SelectFlags
-from kvrt.cli.flags.context import SizeFlags
+from kvrt.cli.flags.cache import SelectFlags
 from kvrt.cli.flags.evaluate import EvalFlags, LengthFlags
-from kvrt.cli.flags.serving import BatchOptions, BlockFlags
+from kvrt.cli.flags.serving import BatchOptions, BlockFlags, DoctorOptions, FitOptions
 from kvrt.cli.flags.session_files import ChunkFlags
 from kvrt.cli.process import output
-from kvrt.cli.setup.flag_map import taken
-from kvrt.cli.setup.select import select_config
-from kvrt.config import CacheConfig, SelfExtend
+from kvrt.errors import BadConfig
 from kvrt.kv_types import KeyDtypes, KVDtypes, default_kv_dtype
+from kvrt.options.cache import CacheConfig, SelfExtend
+from kvrt.options.select import DoubleSparsity, Quest, Select
 from kvrt.program.estimate import most_tokens, of_cells
+from kvrt.runtime.heavy_channels import read_channels
 from kvrt_models.spec import DecoderSpec
 
+CacheOptions = EvalFlags | BatchOptions | FitOptions | DoctorOptions
 _Flags = TypeVar("_Flags", bound=EvalFlags)
-# Of the memory that is available, what a cache takes whose size nobody has chosen.
-_SHARE = 4
+_SHARE = 4  # default size of a cache: one part of so many of the free memory
 
 
-def cache_config(options: SizeFlags, n_trained: int) -> CacheConfig:
+def cache_config(options: CacheOptions, n_trained: int) -> CacheConfig:
     """The cache that a command's flags ask for.
 
     What a command has no flag for is as `CacheConfig` has it. A context above the trained length is
     worth a warning where the flags are those of a run.
 
     Args:
-      options: of run, ask, prefill, batch or fit.
+      options: of a command with a cache.
       n_trained: tokens that the model was trained for.
 
     Raises:
       UsageError: two flags do not go together.
       BadConfig: a value is none that a cache can have.
     """
-    fields = taken("CacheConfig", options)
-    if isinstance(options, KVFlags):
-        fields["type_k"], fields["type_v"] = kv_dtypes(options)
-    if isinstance(options, BlockFlags):
-        fields["block_size"] = options.block
-    if isinstance(options, CacheFlags):
-        fields["block_size"] = options.block_size
+    fields = options.part(CacheConfig)
+    fields["type_k"], fields["type_v"] = kv_dtypes(options)
+    is_block = isinstance(options, BlockFlags)
+    fields["block_size"] = options.block if is_block else options.block_size
     if isinstance(options, EvalFlags | BatchOptions):
         fields["self_extend"] = extend_config(options)
     if isinstance(options, ChunkFlags) and options.chunk:
         fields["n_seq_max"] = 2  # chunks go through the other one to their place
     if isinstance(options, SelectFlags):
         fields["select"] = select_config(options)
-    if isinstance(options, CheckpointFlags):
-        fields["checkpoint_bytes"] = options.max_checkpoint_bytes()
     config = CacheConfig(n_ctx=options.n_ctx or n_trained, **fields)
     config = config.for_platform(jax.default_backend())
     if isinstance(options, EvalFlags):
@@ -61,7 +56,7 @@ def cache_config(options: SizeFlags, n_trained: int) -> CacheConfig:
     return config
 
 
-def kv_dtypes(options: KVFlags) -> tuple[KeyDtypes, KVDtypes]:
+def kv_dtypes(options: CacheOptions) -> tuple[KeyDtypes, KVDtypes]:
     """Of keys and values: the flags', or the platform's default."""
     usual = default_kv_dtype(jax.default_backend())
     return options.cache_type_k or usual, options.cache_type_v or usual
@@ -116,9 +111,27 @@ def extend_config(options: EvalFlags | BatchOptions) -> SelfExtend | None:
     """
     if options.grp_attn_n == 1:
         return None
-    return SelfExtend(**taken("SelfExtend", options))
+    return SelfExtend(**options.part(SelfExtend))
 
 
 def answer_length(options: EvalFlags) -> int:
     """Tokens that follow the prompt, as far as the flags say; an endless text counts as one."""
     return max(options.n_predict, 1) if isinstance(options, LengthFlags) else 0
+
+
+def select_config(options: SelectFlags) -> Select | None:
+    """Sparse reads as the flags ask for them, or None.
+
+    Raises:
+      BadConfig: sizes leave no choice, or a file has no channels.
+    """
+    if options.select == "none":
+        return None
+    try:
+        if options.select == "quest":
+            return Quest(**options.part(Quest))
+        assert options.select_channels is not None, "checked with the flags"
+        channels, weights = read_channels(options.select_channels)
+        return DoubleSparsity(channels=channels, weights=weights, **options.part(DoubleSparsity))
+    except BadConfig as error:
+        raise BadConfig(f"--select {options.select}: {error}") from error

@@ -7,9 +7,9 @@ from kvrt.cli.process import startup, status
 from kvrt.cli.setup.model import open_with_status
 from kvrt.cli.setup.sampling import named_drafter, sampling
 from kvrt.cli.setup.weights import choose_weights
-from kvrt.config import CacheConfig
 from kvrt.drafts.drafter import Drafter
 from kvrt.errors import UsageError
+from kvrt.options.cache import CacheConfig
 from kvrt_models.load import Opened
 from kvrt_models.tokenizer.encode import Tokenizer
 

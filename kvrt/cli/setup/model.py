@@ -3,11 +3,11 @@
 import dataclasses
 
 from kvrt import Runtime
-from kvrt.cli.flags.declare import Options
 from kvrt.cli.process import output, status
 from kvrt.cli.setup.sampling import request
 from kvrt.config import GroupSpec
 from kvrt.errors import UsageError
+from kvrt.options.option import Options
 from kvrt.program.disk_hits import CompileProgress
 from kvrt_models import hub, load
 from kvrt_models.decoder import Decoder

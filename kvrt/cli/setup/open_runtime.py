@@ -9,20 +9,20 @@ import jax
 
 from kvrt import Runtime
 from kvrt.attention import registry
-from kvrt.cli.flags.cache import AttentionFlags
 from kvrt.cli.flags.context import BY_POSITION
 from kvrt.cli.flags.evaluate import EvalFlags
 from kvrt.cli.flags.mesh import MeshFlags
+from kvrt.cli.flags.serving import BatchOptions
 from kvrt.cli.process import devices, output, startup, status
 from kvrt.cli.report.summary import kept_line
 from kvrt.cli.setup import config, policy
-from kvrt.config import CacheConfig
+from kvrt.options.cache import CacheConfig
 from kvrt.policies import AnyPolicy
 from kvrt_models.load import Opened
 
 
 @contextlib.contextmanager
-def ready(options: AttentionFlags) -> Iterator[None]:
+def ready(options: EvalFlags | BatchOptions) -> Iterator[None]:
     """A block with the devices that the flags name; memory that runs out in it is one line.
 
     Raises:

@@ -11,11 +11,10 @@ from kvrt.cli.flags.context import BY_POSITION
 from kvrt.cli.flags.evaluate import UNTIL_FULL, EvalFlags, LengthFlags
 from kvrt.cli.flags.serving import BatchOptions, FitOptions
 from kvrt.cli.process import output
-from kvrt.cli.report.size import parse_size
 from kvrt.cli.setup.config import answer_length, cache_config
-from kvrt.cli.setup.flag_map import taken
-from kvrt.config import CacheConfig, SelfExtend
 from kvrt.errors import DAMAGED, BadConfig, BadSession, UsageError
+from kvrt.options.cache import CacheConfig, SelfExtend
+from kvrt.options.size import parse_size
 from kvrt.policies import SCORED, AnyPolicy, AttentionSinks, ContextShift, Policy, ScoredPolicy
 from kvrt.policies.scored.duo_attention import DuoAttention, read_streaming
 from kvrt.sizes import extent, store_specs
@@ -133,14 +132,14 @@ def policy_of_run(
     if not shifts(options):
         return None
     if options.policy_name == "attention_sinks":
-        return _sinks(options, n_ctx)
+        return sinks(options, n_ctx)
     n_keep = n_kept(options.keep, ids, tokenizer)
     if n_keep > n_ctx - 2:
         raise BadConfig(
             f"--keep {options.keep} keeps {n_keep:,} tokens, which leaves nothing to drop in "
             f"{n_ctx:,} cells; keep fewer, raise -c or use --nocontext_shift"
         )
-    return ContextShift(n_keep=n_keep, **taken("ContextShift", options))
+    return ContextShift(n_keep=n_keep, **options.part(ContextShift))
 
 
 # The policies by position as --policy names them.
@@ -198,8 +197,8 @@ def policy_of_batch(options: BatchOptions | FitOptions, spec: DecoderSpec) -> An
     if options.policy not in BY_POSITION:
         return by_score(options, spec, options.n_ctx_request)
     if options.policy == "context_shift":
-        return ContextShift(**taken("ContextShift", options))
-    return _sinks(options, options.n_ctx_request)
+        return ContextShift(**options.part(ContextShift))
+    return sinks(options, options.n_ctx_request)
 
 
 def by_score(options: _Options, spec: DecoderSpec, n_ctx: int) -> ScoredPolicy:
@@ -211,35 +210,26 @@ def by_score(options: _Options, spec: DecoderSpec, n_ctx: int) -> ScoredPolicy:
     """
     name, interval = options.policy_name, options.policy_interval
     text = options.policy_budget.strip()
-    more: dict[str, Any] = {"n_sink": options.n_sink} if _says_sinks(options) else {}
-    if options.n_read:
-        more |= {"n_read": options.n_read, "refresh_every": options.refresh_every}
-    if options.close_up:
-        more["close_up"] = True
+    kind = DuoAttention if name == "duo_attention" else SCORED[name]
+    sizes = options.part(kind)
+    if options.says("n_sink"):
+        sizes["n_sink"] = options.n_sink
     if text.isdecimal():
         n = int(text)
     elif text.endswith("%"):
         n = _part_of(text, n_ctx)
     else:
         n = _in_bytes(parse_size("--policy_budget", text), spec, options) - interval
-    sizes = {"budget": n, "interval": interval, **more}
+    if options.streaming_heads is not None:
+        sizes["streaming"] = _streaming(options.streaming_heads)
     try:
-        if name != "duo_attention":
-            return SCORED[name](**sizes)
-        assert options.streaming_heads is not None, "checked with the flags"
-        streaming = _streaming(options.streaming_heads)
-        return DuoAttention(streaming=streaming, n_stream=options.n_stream, **sizes)
+        return kind(budget=n, **sizes)
     except BadConfig as error:
         raise BadConfig(f"--policy {name} --policy_budget {text}: {error}") from error
 
 
 # A longest context is searched for by many sizes, each with a policy of its own.
 _streaming = functools.lru_cache(maxsize=1)(read_streaming)
-
-
-def _says_sinks(options: _Options) -> bool:
-    """Whether the sinks of a policy by score are said, by a flag or by a session."""
-    return "n_sink" in options.given or options.n_sink != type(options).n_sink
 
 
 def _part_of(text: str, n_ctx: int) -> int:
@@ -279,8 +269,9 @@ def _begins(ids: Sequence[int], tokenizer: Tokenizer) -> bool:
     return tokenizer.add_bos and ids[0] == tokenizer.bos_id
 
 
-def _sinks(options: _Options, n_ctx: int) -> AttentionSinks:
-    return AttentionSinks(n_window=options.window(n_ctx), **taken("AttentionSinks", options))
+def sinks(options: _Options, n_ctx: int) -> AttentionSinks:
+    """The sinks and the window that flags ask for in a context."""
+    return AttentionSinks(n_window=options.window(n_ctx), **options.part(AttentionSinks))
 
 
 def _writes(options: EvalFlags) -> bool:

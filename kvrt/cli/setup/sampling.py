@@ -1,11 +1,10 @@
 """From flags to what is generated, and how its tokens are sampled."""
 
 from kvrt import LayerSkip, PromptLookup, Sampling, Speculation
-from kvrt.cli.flags.declare import Options
 from kvrt.cli.flags.evaluate import LengthFlags, RunOptions, WriteFlags
-from kvrt.cli.setup.flag_map import taken
 from kvrt.drafts.drafter import Drafter
 from kvrt.errors import UsageError
+from kvrt.options.option import Options
 from kvrt.runtime.generate import GenerationSpec
 from kvrt_models.tokenizer.encode import Tokenizer
 
@@ -14,7 +13,7 @@ NGRAM, LAYERSKIP = "ngram", "layerskip:"
 
 def sampling(options: WriteFlags) -> Sampling:
     """How tokens are sampled."""
-    return Sampling(**taken("Sampling", options))
+    return Sampling(**options.part(Sampling))
 
 
 def stop_ids(options: LengthFlags, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -34,7 +33,7 @@ def speculation(
     if not isinstance(options, RunOptions) or options.draft is None:
         return None
     found = drafter or named_drafter(options.draft) or PromptLookup()
-    return Speculation(drafter=found, **taken("Speculation", options))
+    return Speculation(drafter=found, n_draft=options.n_draft)
 
 
 def named_drafter(draft: str) -> PromptLookup | LayerSkip | None:
@@ -67,5 +66,5 @@ def request(options: Options, tokenizer: Tokenizer) -> GenerationSpec | None:
         recent=(),
         n_best=n_best(options),
         speculation=speculation(options),
-        **taken("GenerationSpec", options),
+        stride=options.stride,
     )

@@ -7,8 +7,8 @@ so it is shared by reference, and evicted with all else that is cached.
 
 import dataclasses
 
-from kvrt.config import CacheConfig
 from kvrt.errors import BadConfig
+from kvrt.options.cache import CacheConfig
 from kvrt.paged.kinds import ceil_div
 from kvrt.paged.layout.groups import Grouping
 from kvrt.paged.layout.spec import PagedGroup, PagedPlan

@@ -14,9 +14,10 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Literal
 
 from kvrt.arrays import bytes_of
-from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
+from kvrt.config import GroupSpec, RecurrentSpec
 from kvrt.errors import BadConfig
 from kvrt.kv_types import KeyDtype, KVDtype
+from kvrt.options.cache import CacheConfig
 from kvrt.paged.layout.spec import GroupKind, PagedGroup, PagedPlan, PoolSpec
 from kvrt.sizes import Extent, StoreSpec, types_of
 from kvrt.state_arrays import StateArray

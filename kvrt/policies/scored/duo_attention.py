@@ -5,11 +5,14 @@ import dataclasses
 from kvrt.arrays import Array, Float
 from kvrt.attention.scored.policy import HeadPart, ScoredPolicy, Seen
 from kvrt.errors import BadConfig
-from kvrt.files import small_json
+from kvrt.files.typed_json import json_value, read_typed, typed
+from kvrt.options.policies import StreamSizes
+
+_Streaming = tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DuoAttention(ScoredPolicy):
+class DuoAttention(StreamSizes, ScoredPolicy):
     """Retrieval heads keep `budget` tokens, all of a text that is no longer; the others n_stream.
 
     Beyond that the oldest go, behind the sinks. Which heads stream is found beforehand: those that
@@ -23,9 +26,6 @@ class DuoAttention(ScoredPolicy):
 
     Source: arXiv:2410.10819, sec. 3.
     """
-
-    streaming: tuple[tuple[int, ...], ...]
-    n_stream: int = 128
 
     def __post_init__(self) -> None:
         """Refuses heads that are listed twice, and budgets of no choice."""
@@ -74,17 +74,17 @@ def read_streaming(text: str) -> tuple[tuple[int, ...], ...]:
     Raises:
       BadConfig: the file cannot be read, or has something else.
     """
-    if text.lstrip().startswith("["):
-        try:
-            found = small_json.json_value(text)
-        except ValueError as error:
-            shown = text if len(text) <= 60 else f"{text[:57]}..."
-            raise BadConfig(f"{shown}: {error}; name a file of streaming heads") from error
-    else:
-        found = small_json.read_json_file(text, "streaming heads")
-    layers = found.get("streaming") if isinstance(found, dict) else found
-    if not isinstance(layers, list) or not all(
-        isinstance(heads, list) and all(type(h) is int for h in heads) for heads in layers
-    ):
-        raise BadConfig(f"{text} has no streaming heads; make one with scripts.streaming_heads")
-    return tuple(tuple(heads) for heads in layers)
+    if not text.lstrip().startswith("["):
+        what = "streaming heads, which scripts.streaming_heads makes"
+        found = read_typed(_File | _Streaming, text, what)
+        return found.streaming if isinstance(found, _File) else found
+    try:
+        return typed(_Streaming, json_value(text))
+    except ValueError as error:
+        shown = text if len(text) <= 60 else f"{text[:57]}..."
+        raise BadConfig(f"{shown}: {error}; name a file of streaming heads") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class _File:
+    streaming: _Streaming

@@ -5,10 +5,11 @@ import dataclasses
 from kvrt.arrays import Array, Float
 from kvrt.attention.scored.policy import Reads, ScoredPolicy, Seen, Tap
 from kvrt.errors import BadConfig
+from kvrt.options.policies import SparseReadSizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SparseWindow(ScoredPolicy):
+class SparseWindow(SparseReadSizes, ScoredPolicy):
     """Scores are attention received, which fades with each further query.
 
     Half of the budget are the newest tokens, and no sink is protected. The paper keeps all tokens
@@ -29,8 +30,6 @@ class SparseWindow(ScoredPolicy):
 
     n_sink: int = 0
     score_horizon: int = 64
-    n_read: int | None = None
-    refresh_every: int = 32
 
     def __post_init__(self) -> None:
         """Refuses to look back at no query."""

@@ -2,10 +2,11 @@
 
 from kvrt.attention.select.labels import LabelPlan
 from kvrt.cells.slots import Places
-from kvrt.config import CacheConfig, GroupSpec
+from kvrt.config import GroupSpec
 from kvrt.errors import BadConfig
+from kvrt.options.cache import CacheConfig
+from kvrt.options.select import DoubleSparsity
 from kvrt.program.layout import Layout
-from kvrt.select_spec import DoubleSparsity
 from kvrt.store.shards import Shards
 
 

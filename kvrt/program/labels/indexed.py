@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-from kvrt.config import CacheConfig, GroupSpec
+from kvrt.config import GroupSpec
 from kvrt.errors import BadConfig
 from kvrt.kv_types import any_by_channel
+from kvrt.options.cache import CacheConfig
 from kvrt.store.shards import Shards
 
 

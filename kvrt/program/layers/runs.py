@@ -13,8 +13,8 @@ from typing import Any
 
 from kvrt.attention.scored.layers import ScoredGroup
 from kvrt.config import GroupSpec, RecurrentSpec
+from kvrt.options.select import DoubleSparsity, Select
 from kvrt.program.layout import Layout
-from kvrt.select_spec import DoubleSparsity, Select
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

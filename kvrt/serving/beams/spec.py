@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Literal
 
-from kvrt.program.sample import Sampling
+from kvrt.options.sampling import Sampling
 
 EarlyStopping = bool | Literal["never"]
 

@@ -7,15 +7,16 @@ from jax.sharding import Mesh
 from kvrt.attention.contract import Decoder
 from kvrt.cache import checks
 from kvrt.cache.cell_cache import layers_of
-from kvrt.config import CacheConfig, GroupSpec
+from kvrt.config import GroupSpec
 from kvrt.errors import BadConfig
+from kvrt.options.cache import CacheConfig
+from kvrt.options.engine import EngineConfig
 from kvrt.policies import AnyPolicy, ScoredPolicy, by_position
 from kvrt.program.device import Device
 from kvrt.program.labels import indexed
 from kvrt.program.layout import paged_layout
 from kvrt.program.mesh import MeshSpec, placement
 from kvrt.serving.cache.space import Space
-from kvrt.serving.config import EngineConfig
 from kvrt.serving.sizing.budget import fit_budget
 from kvrt.serving.sizing.pool_sizes import engine_plan
 

@@ -17,6 +17,7 @@ from kvrt.cellcache.host_cells import Where
 from kvrt.cells.edits import SeqEdit
 from kvrt.config import GroupSpec
 from kvrt.errors import CacheFull, CannotRewind
+from kvrt.options.engine import EngineConfig
 from kvrt.paged.hashing import Chain
 from kvrt.paged.hits import Hit
 from kvrt.paged.kinds import Moving
@@ -33,7 +34,6 @@ from kvrt.serving.cache.checkpoints.chunk_ends import chunk_ends
 from kvrt.serving.cache.checkpoints.in_blocks import PoolCheckpoints, interval
 from kvrt.serving.cache.paged_arrays import PagedArrays
 from kvrt.serving.cache.paged_sessions import BlockSessions
-from kvrt.serving.config import EngineConfig
 from kvrt.serving.metrics import CheckpointUse, PoolUse, use_of_blocks
 from kvrt.serving.offload import PoolStores, open_tiers
 from kvrt.serving.request import SeqState

@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from kvrt.errors import BadConfig, KvrtError
-from kvrt.serving.config import EngineConfig
+from kvrt.options.engine import EngineConfig
 from kvrt.serving.request import SeqState
 
 

@@ -1,8 +1,9 @@
 """The requests that are being served: samples that run, that wait, and that follow another one."""
 
 from kvrt.errors import BadRequest
+from kvrt.options.serving import Order
 from kvrt.serving.request import SeqState
-from kvrt.serving.scheduling.queue import Order, WaitingQueue
+from kvrt.serving.scheduling.queue import WaitingQueue
 
 
 class LiveRequests:

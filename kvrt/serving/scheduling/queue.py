@@ -27,12 +27,11 @@ import bisect
 import itertools
 import operator
 from collections.abc import Callable
-from typing import Literal
 
+from kvrt.options.serving import Order
 from kvrt.serving.request import SeqState
 from kvrt.serving.scheduling.rounds import by_groups, depth_first
 
-Order = Literal["fcfs", "priority", "lpm", "dfs", "batchllm"]
 QueueKey = tuple[int, ...]
 
 # Waiting samples up to which the cache is asked about all of them.

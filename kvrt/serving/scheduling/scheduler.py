@@ -29,11 +29,12 @@ arXiv:2309.06180, sec. 4.5.
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvrt.errors import BadConfig, BadRequest, CacheFull
+from kvrt.options.serving import Rules
 from kvrt.serving.cache.base import SchedulerSpace
 from kvrt.serving.request import FinishReason, SeqState
 from kvrt.serving.scheduling.live_requests import LiveRequests
 from kvrt.serving.scheduling.queue import WaitingQueue
-from kvrt.serving.scheduling.step_plan import Rules, StepPlan
+from kvrt.serving.scheduling.step_plan import StepPlan
 
 # Times that a request may find no room although it is alone, before it ends with an error.
 _N_STUCK = 8

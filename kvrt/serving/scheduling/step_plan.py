@@ -1,68 +1,9 @@
-"""The rules of a scheduler, and what it decided for one step."""
+"""What a scheduler decided for one step."""
 
 import dataclasses
-from typing import Literal, get_args
 
-from kvrt.errors import BadConfig
 from kvrt.policies import Due
 from kvrt.serving.request import SeqState
-from kvrt.serving.scheduling.queue import Order
-from kvrt.whole_numbers import take_whole_numbers
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rules:
-    """How a scheduler decides.
-
-    Attributes:
-      n_batch: tokens a step.
-      n_ctx_seq: tokens of one request at most, its output included; None is what the cache holds.
-        The lower, the narrower are the block tables of each step. It is the context that the policy
-        of a request works in.
-      n_chunk: tokens of one prompt a step while others want some; None for no limit.
-      order: by arrival ("fcfs"); by priority and then arrival; by the longest cached prefix
-        ("lpm"; by arrival above 128 that wait); or in rounds of all who wait: depth-first over the
-        tree of their prompts, heaviest subtrees first ("dfs"), or by groups of one shared prefix,
-        those that decode most for their prompts first ("batchllm"). That one is for offline
-        batches: a request is admitted when the cache has room for all that it and those who run
-        may ever hold, in tokens, ends of blocks not counted. Each by a prefix implies by_prefix.
-      n_wait: by priority and by the longest cached prefix, the bound on waiting. A request that
-        was passed over in so many steps is admitted to the next room that is free, before all that
-        came in a later step, whatever their priority. So it starts after at most n_wait steps, or
-        once all that came before it have started where that is later, and then as soon as the first
-        of those who run ends. None is no bound: it waits for as long as better ones come.
-      preempt: a request that is preempted is computed again, or offloaded to a tier where it can.
-      admit: what must fit at once for a request to be admitted: its next chunk, its tokens so far,
-        or all that it may ever hold. The more, the fewer are preempted, and the fewer run at once.
-      by_prefix: requests that share a prefix run together, and those that can use what a running
-        one is about to compute wait for it.
-      n_alike: tokens of a shared prefix that make this worthwhile, a multiple of the block size.
-    """
-
-    n_batch: int
-    n_ctx_seq: int | None = None
-    n_chunk: int | None = None
-    order: Order = "fcfs"
-    n_wait: int | None = 256
-    preempt: Literal["recompute", "swap"] = "recompute"
-    admit: Literal["chunk", "text", "whole"] = "text"
-    by_prefix: bool = False
-    n_alike: int = 16
-
-    def __post_init__(self) -> None:
-        """Refuses counts below 1."""
-        take_whole_numbers(self)
-        for name in ("n_batch", "n_ctx_seq", "n_chunk", "n_wait", "n_alike"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise BadConfig(f"{name} is {value}; it must be at least 1")
-        if self.order not in get_args(Order):
-            raise BadConfig(f"order {self.order!r}; one of {', '.join(get_args(Order))}")
-
-    @property
-    def holds_back(self) -> bool:
-        """Whether those that can use what a running one is about to compute wait for it."""
-        return self.by_prefix or self.order not in ("fcfs", "priority")
 
 
 @dataclasses.dataclass(slots=True)

@@ -20,11 +20,11 @@ from kvrt.errors import (
     SessionMismatch,
     UsageError,
 )
+from kvrt.options.engine import EngineConfig
 from kvrt.policies import AnyPolicy, Schedule
 from kvrt.program.device import Device
 from kvrt.reuse.diff import common_prefix
 from kvrt.serving.cache.space import Space
-from kvrt.serving.config import EngineConfig
 from kvrt.serving.request import Request, SeqState
 from kvrt.serving.sessions.folder import SessionFolder
 from kvrt.serving.sessions.prefix import SessionPrefix, snapshot_of

@@ -1,29 +1,14 @@
 """A folder of sessions that an engine begins its requests from."""
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvrt.errors import BadSession, KvrtError, UsageError
+from kvrt.options.engine import SessionDir
 from kvrt.session import io
 from kvrt.session.library.entries import Match
 from kvrt.session.library.library import Library
 from kvrt.session.snapshot import Snapshot
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SessionDir:
-    """A folder of sessions, of which each request begins from the best; none of them is written.
-
-    A session that turns out to be damaged, or of which nothing can be used, is left out.
-
-    Attributes:
-      path: a folder that `kvrt run --session FOLDER` filled, or `kvrt ls FOLDER --rebuild` indexed.
-      tell: called with a line for each session that is left out.
-    """
-
-    path: Path
-    tell: Callable[[str], None] | None = None
 
 
 class SessionFolder:

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Hashable, Sequence
 
 from kvrt.errors import BadConfig, UsageError
+from kvrt.options.engine import EngineConfig
 from kvrt.serving.cache.space import Space
-from kvrt.serving.config import EngineConfig
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -3,12 +3,13 @@
 import dataclasses
 from collections.abc import Callable
 
-from kvrt.config import MAX_POS, CacheConfig, GroupSpec, RecurrentSpec
+from kvrt.config import MAX_POS, GroupSpec, RecurrentSpec
 from kvrt.errors import BadConfig
+from kvrt.options.cache import CacheConfig
+from kvrt.options.engine import EngineConfig
 from kvrt.paged.layout.sizing import greatest, most_blocks
 from kvrt.policies import Policy
 from kvrt.program import estimate
-from kvrt.serving.config import EngineConfig
 from kvrt.serving.sizing.pool_sizes import engine_plan
 
 

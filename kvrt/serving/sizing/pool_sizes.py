@@ -2,14 +2,15 @@
 
 import dataclasses
 
-from kvrt.config import CacheConfig, GroupSpec, RecurrentSpec
+from kvrt.config import GroupSpec, RecurrentSpec
+from kvrt.options.cache import CacheConfig
+from kvrt.options.serving import Rules
 from kvrt.paged.kinds import kind_of
 from kvrt.paged.layout.checkpoints import with_checkpoints
 from kvrt.paged.layout.groups import group_layers, layer_caches
 from kvrt.paged.layout.sizing import for_tokens, most_blocks
 from kvrt.paged.layout.spec import PagedPlan
 from kvrt.policies import DropSchedule, Policy
-from kvrt.serving.scheduling.step_plan import Rules
 
 
 def engine_plan(

@@ -16,9 +16,10 @@ from kvrt.cellcache.recurrent import RecurrentStates, packed
 from kvrt.cellcache.saved import KeptStates
 from kvrt.cells.cells import create
 from kvrt.cells.edits import Remove
-from kvrt.config import CacheConfig, MaskSpec
+from kvrt.config import MaskSpec
 from kvrt.errors import BadSequence
 from kvrt.kv_types import KeyDtypes, KVDtypes
+from kvrt.options.cache import CacheConfig
 from kvrt.session import described, kv_arrays
 from kvrt.session.change import recode
 from kvrt.session.manifest import Manifest

@@ -8,12 +8,17 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
+from msgspec import Meta
 
 from kvrt.session import kv_arrays
 from kvrt.session.snapshot import BLOCK_CELLS, KVBlock
 from kvrt.store.quantized import AnyKVArray, each
+from kvrt.whole_numbers import Count
+
+MAX_PARTS = 1 << 16  # of a group, and processes that wrote them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,9 +31,11 @@ class Division:
       writers: the process that wrote each part, those of one part of the cells side by side.
     """
 
-    cells: tuple[int, ...]
-    n_heads: int
-    writers: tuple[int, ...]
+    cells: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_PARTS)]
+    n_heads: Annotated[int, Meta(ge=1, le=MAX_PARTS)]
+    writers: Annotated[
+        tuple[Annotated[int, Meta(ge=0, le=MAX_PARTS - 1)], ...], Meta(max_length=MAX_PARTS)
+    ]
 
     @property
     def n_pieces(self) -> int:

@@ -12,16 +12,17 @@ Tokens are not in it; kvrt notes them under the name of TOKENS.
 Source: mlx-lm `mlx_lm/models/cache.py`, save_prompt_cache and load_prompt_cache.
 """
 
-import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import safetensors
+from msgspec import Meta
 
 from kvrt.config import GroupSpec
 from kvrt.errors import BadSession, SessionMismatch
+from kvrt.files.typed_json import json_value, typed
 from kvrt.session import owners
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.interop import foreign, source
@@ -33,6 +34,7 @@ from kvrt.session.snapshot import GroupPart, Snapshot
 ARCH = "llama"
 TOKENS = "kvrt_tokens"
 KIND = "KVCache"
+_Token = Annotated[int, Meta(gt=-(2**31), lt=2**31)]
 _MAX_HEADER_BYTES = 16 << 20
 KV_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
@@ -225,9 +227,6 @@ def _noted(name: str, text: str | None) -> list[int]:
             f"{name}: mlx-lm notes no tokens; give those that were evaluated (--tokens)"
         )
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BadSession(f"{name}: its tokens are no list; make the file again") from error
-    if not isinstance(found, list) or not all(type(x) is int and abs(x) < 2**31 for x in found):
-        raise BadSession(f"{name}: its tokens are no list of numbers; make the file again")
-    return found
+        return typed(list[_Token], json_value(text))
+    except ValueError as error:
+        raise BadSession(f"{name}: its tokens: {error}; make the file again") from error

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from absl import app, flags
 from jax import lax
 
-from kvrt.config import CacheConfig
+from kvrt.options.cache import CacheConfig
 from kvrt.program import step
 from kvrt.program.batch import Batch
 from kvrt.program.device import Device, whole_step

@@ -19,7 +19,7 @@ from absl import flags
 from kvrt import BlockView, CacheConfig, GroupSpec, LayerAttention, LayerKV, TokenQKV, attend
 from kvrt.arrays import Array, array_bytes
 from kvrt.attention.select import choose, labels, lines, read
-from kvrt.select_spec import DoubleSparsity, Quest, Select
+from kvrt.options.select import DoubleSparsity, Quest, Select
 from kvrt.sizes import store_spec
 from kvrt.store import kv as kv_store
 from scripts._lib import commands, measure, rounds

@@ -20,7 +20,7 @@ from absl import flags
 from kvrt import CacheConfig, Engine, GroupSpec, Request
 from kvrt.attention import LayerAttention, LayerKV, SeqView, TokenQKV, attend
 from kvrt.cells.slots import SeqBlocks, SharedBlocks
-from kvrt.serving.config import EngineConfig
+from kvrt.options.engine import EngineConfig
 from kvrt.serving.reading.runs import find_runs
 from kvrt.serving.reading.shared_reads import read_apart
 from scripts._lib import commands, measure, rounds, shapes

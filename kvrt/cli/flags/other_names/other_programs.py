@@ -33,7 +33,7 @@ _NAMED: Mapping[str, tuple[str, ...]] = {
     "defrag_thold": ("dt",),
     "n_checkpoints": ("ctx_checkpoints", "ctxcp", "swa_checkpoints"),
     "checkpoint_interval": ("checkpoint_min_step", "cms"),
-    "n_seq_max": ("np", "max_num_seqs"),
+    "n_seq_max": ("np", "max_num_seqs", "n_seq"),
     "n_batch": ("max_num_batched_tokens", "chunked_prefill_size"),
     "prefix_cache": ("enable_prefix_caching",),
     "n_chunk": ("long_prefill_token_threshold",),
@@ -48,6 +48,10 @@ _NAMED: Mapping[str, tuple[str, ...]] = {
     "file": ("prompt_file",),
     "output": ("out",),
     "input": ("input_file",),
+    # Former names of ours.
+    "group_by_prefix": ("by_prefix",),
+    "legacy_format": ("old",),
+    "check_logits": ("probe",),
 }
 _REMARKS = {"n_ubatch": "tokens of a prompt in a step"}
 _SEVERAL: Mapping[tuple[str, ...], Counterpart] = {

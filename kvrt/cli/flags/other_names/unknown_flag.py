@@ -6,7 +6,6 @@ from absl import flags
 
 from kvrt.cli.commands import COMMANDS, Command
 from kvrt.cli.flags.other_names import other_programs
-from kvrt.cli.flags.other_names.old_names import OLD_NAMES
 
 
 def said(error: flags.UnrecognizedFlagError, command: Command) -> str:
@@ -47,7 +46,6 @@ def _elsewhere(name: str) -> str:
     found = [
         command.name
         for command in COMMANDS
-        if name in OLD_NAMES.get(command.name, ())
-        or any(name in flag.names for flag in command.given_by_name().values())
+        if any(name in flag.names for flag in command.given_by_name().values())
     ]
     return f" (one of kvrt {', '.join(found)})" if found else ""

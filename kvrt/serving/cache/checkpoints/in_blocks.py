@@ -7,8 +7,8 @@ hashes, in pools that have room for them (`kvrt.paged.layout.checkpoints`).
 import math
 from collections.abc import Iterable, Sequence
 
-from kvrt.config import CacheConfig
 from kvrt.errors import BadConfig
+from kvrt.options.cache import CacheConfig
 from kvrt.paged.layout.checkpoints import keeps_checkpoints
 from kvrt.paged.layout.spec import PagedGroup, PagedPlan
 from kvrt.paged.pool import BlockRemoved, BlockStored, Event

@@ -1,15 +1,18 @@
 """Sparse reads: which of a sequence's cells a query reads; frozen, checked when made."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 from kvrt.errors import BadConfig
+from kvrt.options.option import check_limits, option
 from kvrt.whole_numbers import take_whole_numbers
 
 # Cells that are chosen together: a line of 64 bytes of one channel of float32 keys.
 UNIT = 16
 LabelDtype = Literal["f32", "f16", "int4"]
+_select = functools.partial(option, group="Cache", advanced=True)
 Channels = tuple[tuple[tuple[int, ...], ...], ...]
 
 
@@ -34,19 +37,43 @@ class Select:
     """
 
     name: ClassVar[str] = ""
-    n_cells: int
-    n_sink: int = 4
-    n_recent: int = 16
-    n_dense: int = 2
+    n_cells: int = _select(
+        dataclasses.MISSING,
+        "with --select: cells read, a multiple of 16",
+        "N",
+        flag="select_cells",
+        cli=1024,
+        low=1,
+        decides=("select",),
+    )
+    n_sink: int = _select(
+        4,
+        "with --select: first positions that are always read",
+        "N",
+        flag="select_sink",
+        decides=("select",),
+    )
+    n_recent: int = _select(
+        16,
+        "with --select: newest positions that are always read",
+        "N",
+        flag="select_recent",
+        decides=("select",),
+    )
+    n_dense: int = _select(
+        2,
+        "with --select: first layers that read all",
+        "N",
+        flag="select_dense",
+        decides=("select",),
+    )
 
     def __post_init__(self) -> None:
         """Refuses budgets that hold no choice."""
         take_whole_numbers(self)
-        for name in ("n_sink", "n_recent", "n_dense"):
-            value = getattr(self, name)
-            _check(value >= 0, f"{name} of select is {value}; it must not be negative")
+        check_limits(self)
         _check(
-            self.n_cells > 0 and self.n_cells % UNIT == 0,
+            self.n_cells % UNIT == 0,
             f"select reads n_cells = {self.n_cells} cells; give a multiple of {UNIT} above 0",
         )
         # What is kept need not begin where a unit does.
@@ -110,8 +137,19 @@ class DoubleSparsity(Select):
     name: ClassVar[str] = "double_sparsity"
     channels: Channels
     weights: str = ""
-    label_type: LabelDtype = "f32"
-    by_cell: bool = False
+    label_type: LabelDtype = _select(
+        "f32",
+        "with --select double_sparsity: dtype of labels",
+        "TYPE",
+        flag="select_labels",
+        decides=("select_channels",),
+    )
+    by_cell: bool = _select(
+        False,
+        "with --select double_sparsity: choose cells one by one, not in units of 16",
+        flag="select_by_cell",
+        decides=("select_channels",),
+    )
 
     def __post_init__(self) -> None:
         """Refuses channels that differ in number, or are named twice."""
@@ -145,34 +183,6 @@ class DoubleSparsity(Select):
     def n_channels(self) -> int:
         """Channels of a label (r)."""
         return len(self.channels[0][0])
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Indexed:
-    """What layers have whose queries read the cells that an indexer scores highest.
-
-    Each query, of a prompt too, chooses one set for all heads; of equal scores the lower position.
-    Index keys lie in cells of a group of their own, as that of any layer: what RoPE leaves alone is
-    its latent.
-
-    Attributes:
-      n_cells: tokens that a query reads at most, itself perhaps among them.
-      keys_of: by layer, the layer that keeps its index keys, ascending.
-
-    Source: DeepSeek-V3.2-Exp `inference/model.py`; transformers `modeling_deepseek_v32`.
-    """
-
-    n_cells: int
-    keys_of: tuple[tuple[int, int], ...]
-
-    def __post_init__(self) -> None:
-        """Refuses an indexer that chooses nothing."""
-        take_whole_numbers(self)
-        _check(self.n_cells >= 1, f"n_cells of indexed is {self.n_cells}; it must be at least 1")
-
-    def keys_layer(self, layer: int) -> int:
-        """The layer that keeps the index keys of a layer."""
-        return dict(self.keys_of)[layer]
 
 
 def check_config(select: Select | None, config: Any) -> None:

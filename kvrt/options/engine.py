@@ -1,25 +1,53 @@
 """What a user chooses of an engine beside the cache's sizes and types."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Literal, get_args
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args
 
-from kvrt.config import CacheConfig
-from kvrt.drafts.drafter import Speculation
-from kvrt.errors import BadConfig, warn_renamed
+from kvrt.errors import BadConfig
+from kvrt.files import kinds
 from kvrt.kv_types import CELLS_OF_SCALE, any_by_channel
-from kvrt.serving.offload import TierConfig
-from kvrt.serving.scheduling.step_plan import Rules
-from kvrt.serving.sessions.folder import SessionDir
+from kvrt.options.cache import CacheConfig
+from kvrt.options.option import option
+from kvrt.options.serving import Rules, TierConfig
 from kvrt.whole_numbers import take_whole_numbers
+
+if TYPE_CHECKING:
+    from kvrt.drafts.drafter import Speculation
+else:
+    Speculation = object  # whose module imports NumPy, which no help text waits for
 
 Mode = Literal["cell", "paged"]
 
-# Keyword arguments that `Engine` took itself up to 0.1, and their names here.
-_OLD = {
-    **{"mode": "mode", "rules": "rules", "caching": "prefix_cache"},
-    **{"hash_block_size": "hash_block_size", "n_recent": "n_recent", "tiers": "tiers"},
-}
+_serve = functools.partial(option, group="Serving", decides=None)
+_more = functools.partial(option, group="Serving", decides=None, advanced=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SessionDir:
+    """A folder of sessions, of which each request begins from the best; none of them is written.
+
+    A session that turns out to be damaged, or of which nothing can be used, is left out.
+
+    Attributes:
+      path: a folder that `kvrt run --session FOLDER` filled, or `kvrt ls FOLDER --rebuild` indexed.
+      tell: called with a line for each session that is left out.
+    """
+
+    path: Path = option(
+        dataclasses.MISSING,
+        "a folder of sessions, as of run --session; each request begins from the best of them",
+        "FOLDER",
+        group="Serving",
+        decides=None,
+        flag="session_dir",
+        cli=None,
+        cli_type=str | None,
+        file=kinds.SESSIONS,
+    )
+    tell: Callable[[str], None] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,16 +76,51 @@ class EngineConfig:
       identity: what a session must share beside weights and sizes, as for a `Runtime`.
     """
 
-    mode: Mode = "paged"
+    mode: Mode = option(
+        "paged",
+        "blocks that requests with a common prefix share, or single cells",
+        group="Cache",
+        decides=None,
+        limits=True,
+    )
     rules: Rules | None = None
-    prefix_cache: bool = True
-    hash_block_size: int | None = None
-    n_recent: int = 64
+    prefix_cache: bool = _serve(
+        True,
+        "reuse a prefix that another request computed: whole blocks, with --mode cell any number "
+        "of tokens",
+    )
+    hash_block_size: int | None = _more(
+        None,
+        "in paged mode: a prefix hit may end at each multiple of so many tokens, within a block; "
+        "0 takes whole blocks",
+        "N",
+        none_at=0,
+    )
+    n_recent: int = _more(
+        64,
+        "tokens that the repeat penalty of any line may look back, at most",
+        "N",
+        most=1 << 20,
+        made=True,
+    )
     tiers: TierConfig | None = None
     sessions: SessionDir | None = None
-    budget_bytes: int | None = None
+    budget_bytes: int | None = _serve(
+        None,
+        "memory for the cache, like 2GiB, --host_cache included and weights not: takes the place "
+        "of -c, with --n_ctx_seq",
+        "SIZE",
+        flag="budget",
+        cli_type=str | None,
+        size=True,
+        advanced=True,
+    )
     run_ahead: bool | None = None
-    shared_reads: bool = False
+    shared_reads: bool = _more(
+        False,
+        "attend to shared prefixes once per step when faster (cascade attention); the last bits "
+        "may differ",
+    )
     speculation: Speculation | None = None
     identity: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -161,20 +224,3 @@ class EngineConfig:
                 f"keys of {config.type_k} share a scale by {n} tokens, and a hit at a multiple of "
                 f"hash_block_size {size} would cut them; make it a multiple of {n}, or leave it out"
             )
-
-
-def from_keywords(options: EngineConfig | None, old: Mapping[str, Any]) -> EngineConfig:
-    """The options of an engine that was given the keyword arguments of 0.1.
-
-    Raises:
-      TypeError: a name that `Engine` never took, or both were given.
-    """
-    if not old:
-        return options or EngineConfig()
-    unknown = ", ".join(sorted(set(old) - set(_OLD)))
-    if unknown or options is not None:
-        what = unknown or ", ".join(sorted(old))
-        raise TypeError(f"Engine takes no keyword {what}; say it with EngineConfig")
-    names = ", ".join(f"{name}=" for name in old)
-    warn_renamed(f"Engine({names})", "give an EngineConfig", stacklevel=4)
-    return EngineConfig(**{_OLD[name]: value for name, value in old.items()})
