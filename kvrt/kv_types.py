@@ -6,7 +6,7 @@ from typing import Literal
 from kvrt.errors import BadConfig
 
 FloatType = Literal["f32", "bf16", "f16"]
-KVDtype = Literal["f32", "bf16", "f16", "int8", "q8_0", "int4", "int2"]
+KVDtype = Literal["f32", "bf16", "f16", "fp8", "int8", "q8_0", "int4", "int2"]
 # Of all groups of layers, or of each; "auto" is that of the platform, `default_kv_dtype`.
 KVDtypes = KVDtype | Literal["auto"] | tuple[KVDtype, ...]
 # Keys alone may also be quantized by channel, several cells together.
@@ -19,10 +19,12 @@ FLOAT_DTYPES: dict[str, str] = {"f32": "float32", "bf16": "bfloat16", "f16": "fl
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Codec:
-    """How a key or value of one head is quantized to integers of a few bits.
+    """How a key or value of one head is quantized to integers of a few bits, or to floats of 8.
 
     Attributes:
       bits: of an integer, 8, 4 or 2; those below 8 are packed side by side in bytes.
+      floating: floats with four bits of exponent and three of mantissa (e4m3), kept as their bits,
+        in place of integers.
       group: channels that share a scale; None is all of a head.
       affine: a group has a zero point, its least value, from which its integers count; else they
         are signed.
@@ -35,10 +37,13 @@ class Codec:
     affine: bool
     scale: FloatType
     cells: int = 1
+    floating: bool = False
 
     @property
     def top(self) -> int:
-        """The greatest integer."""
+        """The greatest integer or float."""
+        if self.floating:
+            return 448
         return 2**self.bits - 1 if self.affine else 2 ** (self.bits - 1) - 1
 
     @property
@@ -62,6 +67,7 @@ class Codec:
 
 
 CODECS: dict[str, Codec] = {
+    "fp8": Codec(bits=8, group=None, affine=False, scale="f32", floating=True),
     "int8": Codec(bits=8, group=None, affine=False, scale="f32"),
     "q8_0": Codec(bits=8, group=32, affine=False, scale="f16"),
     "int4": Codec(bits=4, group=32, affine=True, scale="f16"),

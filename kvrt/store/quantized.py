@@ -33,8 +33,8 @@ AnyKVArray = AnyArray | Quantized
 
 
 def data_dtype(codec: Codec) -> str:
-    """The NumPy dtype of packed integers."""
-    return "uint8" if codec.affine else "int8"
+    """The NumPy dtype of packed integers, and of the bits of floats."""
+    return "uint8" if codec.affine or codec.floating else "int8"
 
 
 def each(change: Any, *arrays: AnyKVArray) -> AnyKVArray:

@@ -17,7 +17,7 @@ AXES = {
     ),
     "where": ("runtime", "blocks", "engine_cells", "engine_paged"),
     "rope": ("write", "read"),
-    "dtype": ("f32", "bf16", "f16", "int8", "q8_0", "int4", "int2", "kivi4"),
+    "dtype": ("f32", "bf16", "f16", "int8", "q8_0", "int4", "int2", "kivi4", "fp8"),
     "layers": (
         *("full", "window", "sink_window", "chunked", "recurrent", "shared", "latent", "produced"),
         *("full+window", "full+wide_window", "full+chunked", "full+recurrent"),
@@ -202,6 +202,13 @@ REFUSED = (
         "refused",
         "a cache of [24] bits: the TPU kernel reads f32, bf16 and int8; use",
         "their scales are float16, of which TPUs have no vectors",
+    ),
+    Rule(
+        "R15",
+        {"dtype": "fp8", "attention": "gpu tpu"},
+        "refused",
+        "a cache of fp8: kernels read plain floats and integers; take int8",
+        "the kernels would read its bits as integers; `int8` takes as many bytes",
     ),
     Rule(
         "R16",

@@ -16,7 +16,7 @@ from tests.store import plaincodec
 from tests.toys import ToyLm
 
 D = 64
-KINDS = ("f32", "f16", "bf16", "int8", "q8_0", "int4", "int2")
+KINDS = ("f32", "f16", "bf16", "fp8", "int8", "q8_0", "int4", "int2")
 
 
 def open_runtime(**options):

@@ -1,9 +1,11 @@
 """Codes of rows, worked out number by number in NumPy."""
 
+import ml_dtypes
 import numpy as np
 
 # Bits of a code, channels that share a scale (None is all), with a minimum, type of scales.
 KINDS = {
+    "fp8": (8, None, False, np.float32),
     "int8": (8, None, False, np.float32),
     "q8_0": (8, 32, False, np.float16),
     "int4": (4, 32, True, np.float16),
@@ -40,12 +42,17 @@ def encoded(x, name):
         inverse = np.float32(1) / np.where(scale > 0, scale, dtype(1)).astype(np.float32)
         codes = np.clip(np.rint(over * inverse[..., None]), 0, top).astype(np.uint8)
     else:
-        scale, low = np.abs(groups).max(-1) / np.float32(127), None
+        top = 448 if name == "fp8" else 127
+        scale, low = np.abs(groups).max(-1) / np.float32(top), None
         if dtype == np.float32:
             scale = sixteen_bits(scale)
         with np.errstate(divide="ignore"):
             inverse = np.where(scale > 0, np.float32(1) / scale, np.float32(0))
-        codes = away_from_zero(groups * inverse[..., None]).astype(np.int8)
+        codes = groups * inverse[..., None]
+        if name == "fp8":
+            codes = np.clip(codes, -top, top).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        else:
+            codes = away_from_zero(codes).astype(np.int8)
         scale = np.clip(scale, 0, most).astype(dtype)
     return packed(codes.reshape(x.shape), bits), scale, low
 
@@ -54,6 +61,7 @@ def decoded(codes, scale, low, name):
     """Rows from what `encoded` gives."""
     bits, _, affine, _ = KINDS[name]
     values = unpacked(codes, bits) if affine else codes
+    values = codes.view(ml_dtypes.float8_e4m3fn) if name == "fp8" else values
     groups = values.astype(np.float32).reshape(*scale.shape, -1)
     out = groups * scale.astype(np.float32)[..., None]
     out = out if low is None else out + low.astype(np.float32)[..., None]

@@ -245,8 +245,17 @@ class Form:
 
 
 def readable(kv: LayerKV) -> tuple[KVArray, KVArray]:
-    """Keys and values of a layer as kernels read them; `attend` has parted keys by channel."""
+    """Keys and values of a layer as kernels read them; `attend` has parted keys by channel.
+
+    Raises:
+      NoKernel: they are floats of eight bits.
+    """
     assert not isinstance(kv.k, PerChannel), "their tail is read apart, see channel_tail"
+    if any(isinstance(x, Quantized) and x.codec.floating for x in (kv.k, kv.v)):
+        raise NoKernel(
+            "a cache of fp8: kernels read plain floats and integers; take int8, or "
+            "attention='chunked'"
+        )
     return kv.k, kv.v
 
 

@@ -30,7 +30,7 @@ class KVFlags(Options):
         None, "dtype of cached values, likewise", "TYPE", several=True
     )
     hadamard: bool = _more(
-        False, "Hadamard transform before keys and values become int8, q8_0, int4 or int2"
+        False, "Hadamard transform before keys and values become fp8, int8, q8_0, int4 or int2"
     )
     swa_full: bool = _more(
         False, "windowed layers get all cells too; otherwise cells outside the window are reused"

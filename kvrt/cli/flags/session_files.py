@@ -21,7 +21,17 @@ from kvrt.files import kinds
 from kvrt.kv_types import KVDtype
 
 Target = Literal[
-    "f32", "bf16", "f16", "int8", "q8_0", "int4", "int2", "llama.cpp", "llama.cpp-slot", "mlx"
+    "f32",
+    "bf16",
+    "f16",
+    "fp8",
+    "int8",
+    "q8_0",
+    "int4",
+    "int2",
+    "llama.cpp",
+    "llama.cpp-slot",
+    "mlx",
 ]
 
 _model = functools.partial(flag, "Model")
@@ -321,7 +331,7 @@ class ConvertOptions(QuietFlags, NamedWeights, NewFileFlags, FileFlags):
     )
     hadamard: bool = _session(
         False,
-        "Hadamard transform before int8, q8_0, int4 and int2; if not given, as the session has it",
+        "Hadamard transform before fp8, int8, q8_0, int4, int2; not given, as the session has it",
     )
     legacy_format: bool = _session(
         False, "for a llama.cpp before 0.6 (October 2026), an mlx-lm before 0.32"

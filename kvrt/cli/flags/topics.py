@@ -117,6 +117,7 @@ _TYPES = """\
 KV dtypes, for --cache_type_k and --cache_type_v, and bits a value:
 
   f32, bf16, f16          32, 16, 16
+  fp8                     8, floats (e4m3), a scale for a token and head
   int8                    8, a scale for a token and head
   q8_0                    8, a scale for 32 channels (as llama.cpp's)
   int4, int2              4, 2, scale and minimum for 32 channels
@@ -125,7 +126,7 @@ KV dtypes, for --cache_type_k and --cache_type_v, and bits a value:
 Without a flag a session keeps those that it was written with; a new
 cache is f16 on CPU, bf16 on GPU and TPU.
 
---hadamard spreads outliers before int8, q8_0, int4 and int2. What each
+--hadamard spreads outliers before fp8, int8, q8_0, int4 and int2. What each
 costs in perplexity is in docs/quantization.md.
 
 Dtypes of the weights, which --dtype takes:

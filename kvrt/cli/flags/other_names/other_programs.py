@@ -107,7 +107,8 @@ _TYPES: Mapping[tuple[str, ...], tuple[str, ...]] = {
     ("f16",): ("fp16", "float16", "half"),
     ("bf16",): ("bfloat16",),
     ("q8_0", "int8"): ("q8", "q5_0", "q5_1", "8"),
-    ("int8",): ("fp8", "fp8_e4m3", "fp8_e5m2"),
+    ("fp8", "int8"): ("fp8_e4m3", "fp8_e5m2"),
+    ("int8",): ("fp8",),
     ("int4",): ("q4_0", "q4_1", "iq4_nl", "q4", "4", "q4_k"),
     ("int2",): ("q2_k", "2"),
 }
