@@ -78,7 +78,7 @@ LATENT = GroupSpec(
 INDEXED = Indexed(n_cells=4, keys_of=((0, 2), (1, 3)))
 SIZES = {"budget": 64, "n_sink": 4, "n_recent": 8, "interval": 16}
 OF_ALL = {"budget": 72, "n_sink": 5, "n_recent": 9, "interval": 17, "pyramid": 1.5}
-OF_ALL["head_share"] = 0.5
+OF_ALL |= {"head_share": 0.5, "close_up": True}
 # By policy, other values of what it has beside these.
 OWN = {
     H2O: {"normalised": True},
@@ -97,6 +97,7 @@ BASE_OF_POLICY = {
 }
 # Values that a policy refuses, so that no cache has them.
 REFUSED = {TOVA: {"head_share"}, DuoAttention: {"pyramid", "head_share"}}
+REFUSED |= {SparseWindow: {"close_up"}}  # with n_read
 POLICIES = [*SCORED.values(), DuoAttention]
 
 # By class: a value, its digest, and another value of each field that changes that.
@@ -338,6 +339,7 @@ FLAGS = {
     **{"policy_budget": ("99", {"policy": "h2o"}), "policy_interval": (9, {"policy": "h2o"})},
     **{"streaming_heads": ("[[0]]", DUO), "n_stream": (99, DUO)},
     "n_read": (96, {"policy": "sparse_window"}),
+    "close_up": (True, {"policy": "h2o"}),
     "refresh_every": (16, {"policy": "sparse_window", "n_read": 96}),
     "grp_attn_n": (2, {}),
     **{name: (256, {"grp_attn_n": 2}) for name in ("grp_attn_w",)},

@@ -32,7 +32,7 @@ NAME, WEIGHT_TYPE = "name", "weight_type"
 _TYPES = ("type_k", "type_v", "hadamard")
 
 # Written where they say something alone: sessions of before know nothing of them.
-_LATER_OF_POLICIES = ("head_share", "n_read", "refresh_every")
+_LATER_OF_POLICIES = ("head_share", "n_read", "refresh_every", "close_up")
 
 Fingerprint = Mapping[str, Any]  # of JSON values
 

@@ -2,20 +2,25 @@
 
 `full` is plain attention to every token. In bounded cells: `shift` drops the older half when they
 are full, `sinks` keeps four tokens and the newest, `window` the newest alone, `recompute` the
-newest too, evaluated afresh for each chunk by the script that asks for it. With a cell for every
-token: `cache` and `paper` are the two kinds of SelfExtend, `grouped` the paper's without a window
-of exact positions, as a control.
+newest too, evaluated afresh for each chunk by the script that asks for it, and `h2o`, `snapkv` and
+`tova` what each kv head keeps by score, compared by place. With a cell for every token: `cache` and
+`paper` are the two kinds of SelfExtend, `grouped` the paper's without a window of exact positions,
+as a control.
 """
 
 import dataclasses
 
 from kvrt import AttentionSinks, CacheConfig, ContextShift, Decoder, Runtime, SelfExtend
+from kvrt.policies import SCORED, AnyPolicy
 
-BOUNDED = ("shift", "sinks", "window", "recompute")
+SCORES = ("h2o", "snapkv", "tova")
+BOUNDED = ("shift", "sinks", "window", "recompute", *SCORES)
 EXTENDED = ("cache", "paper", "grouped")
 MODES = ("full", *BOUNDED, *EXTENDED)
 
 N_SINK = 4
+# Tokens between two evictions by score.
+N_AT_ONCE = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,10 +64,13 @@ def runtime_of(mode: str, decoder: Decoder, sizes: Sizes) -> Runtime:
     return Runtime(decoder, config, policy=_policy(mode, sizes.n_window))
 
 
-def _policy(mode: str, n_window: int) -> ContextShift | AttentionSinks | None:
+def _policy(mode: str, n_window: int) -> AnyPolicy | None:
     if mode == "shift":
         return ContextShift(n_keep=N_SINK)
     if mode in ("sinks", "window"):
         n_sink = N_SINK if mode == "sinks" else 0
         return AttentionSinks(n_sink=n_sink, n_window=n_window - n_sink)
+    if mode in SCORES:
+        sizes = {"budget": n_window - N_AT_ONCE, "interval": N_AT_ONCE, "n_sink": N_SINK}
+        return SCORED[mode](**sizes, close_up=True)
     return None

@@ -75,6 +75,19 @@ def test_some_of_the_budget_is_read_and_a_session_says_how_many(go, tmp_path):
     assert done.code == 2 and "raise n_read, or lower refresh_every" in done.err
 
 
+@pytest.mark.slow
+def test_a_session_says_that_keys_are_compared_by_place(go, tmp_path):
+    path = tmp_path / "kept.kv"
+    done = go(*LONG, *FLAGS, "--close_up", "--session", path)
+    said = "H2O keeps 24 tokens a kv head, 31 at most, by place"
+    assert done.code == 0 and said in done.err, done.err
+    assert go(*LONG, *FLAGS).out != done.out
+    again = go("-n", 3, "--dtype", "f32", "--session", path, prompt=False)
+    assert again.code == 0 and said in again.err, again.err
+    other = go("-n", 3, "--dtype", "f32", "--session", path, *FLAGS, "--noclose_up", prompt=False)
+    assert other.code == 2 and "scored[0].policy" in other.err and other.err.count("\n") == 1
+
+
 def test_a_budget_is_tokens_a_part_or_bytes(tiny):
     spec, found = load.open_model(tiny, dtype="f32").spec, []
     for budget in ("56", "12.5%", "64KiB", "128KiB"):

@@ -35,7 +35,10 @@ class PlainLayer:
         self.chosen, self.n_products, self.new = [set() for _ in range(n_kv)], 0, []
 
     def step(self, q, k, v, pos, raw=None):
-        """The output [Q, Dv] of one token; q [Q, D], k [H, D], v [H, Dv]."""
+        """The output [Q, Dv] of one token; q [Q, D], k [H, D], v [H, Dv].
+
+        With the setting close_up both are without RoPE, and rotated to their places in the list.
+        """
         n_kv, group = len(k), len(q) // len(k)
         out = np.zeros((len(q), v.shape[1]))
         self.n_mean = sum(map(len, self.heads)) // n_kv + 1
@@ -47,9 +50,10 @@ class PlainLayer:
             tokens.append(Token(pos, k[h], v[h]))
             self.new.append(tokens[-1])
             read = [t for t in tokens if self.reads(h, t, pos)]
-            keys, values = (np.array([getattr(t, x) for t in read]) for x in "kv")
+            keys, values = self.compared(read), np.array([t.v for t in read])
             for g in range(group):
-                x = keys @ q[h * group + g] * q.shape[1] ** -0.5
+                query = self.placed(q[h * group + g], len(tokens) - 1)
+                x = keys @ query * q.shape[1] ** -0.5
                 p = softmax(x)
                 out[h * group + g] = p @ values
                 self.n_products += len(read)
@@ -65,6 +69,13 @@ class PlainLayer:
             self.store()
             self.evict(pos + 1)
         return out
+
+    def placed(self, x, place):
+        return rotation(place, len(x)) @ x if self.settings.get("close_up") else x
+
+    def compared(self, tokens):
+        """Keys of tokens with RoPE applied."""
+        return np.array([self.placed(t.k, i) for i, t in enumerate(tokens)])
 
     def store(self):
         """Keys and values of new tokens as they are kept; until then their step sees them whole."""
@@ -131,7 +142,7 @@ class PlainLayer:
             return self.by_head(n_past)
         totals = np.array([[t.total for t in tokens] for tokens in self.heads])
         pos = np.array([[t.pos for t in tokens] for tokens in self.heads])
-        keys = np.array([[t.k for t in tokens] for tokens in self.heads])
+        keys = np.array([self.compared(tokens) for tokens in self.heads])
         match self.name:
             case "h2o" if self.settings.get("normalised"):
                 return totals / (n_past - pos)
@@ -170,9 +181,10 @@ class PlainLayer:
 
     def expected(self, n_past, keys, pos):
         """KVPress' `ExpectedAttentionPress.score`, head by head."""
-        raw, (n_kv, _, d) = np.array(self.raw), keys.shape
+        raw, (n_kv, n, d) = np.array(self.raw), keys.shape
+        first = n if self.settings.get("close_up") else n_past
         matrix = np.mean(
-            [rotation(p, d) for p in range(n_past, n_past + self.settings["n_future"])], axis=0
+            [rotation(p, d) for p in range(first, first + self.settings["n_future"])], axis=0
         )
         group, out = raw.shape[1] // n_kv, []
         for h in range(n_kv):

@@ -38,6 +38,7 @@ SETTINGS = {
     "sparse_window": {"score_horizon": 6},
 }
 REFRESH = {"score_horizon": 6, "n_read": 16, "refresh_every": 4}
+CLOSED = [(name, SETTINGS.get(name, {}) | {"close_up": True}) for name in SCORED]
 SHARED = {name: SETTINGS.get(name, {}) | {"head_share": 0.3} for name in SCORED if name != "tova"}
 CASES = [
     # An interval that is no multiple of refresh_every: chosen slots are read after an eviction.
@@ -49,6 +50,9 @@ CASES = [
     *SHARED.items(),
     ("h2o", {"head_share": 0.3, "interval": 1}),
     ("sparse_window", REFRESH | {"head_share": 0.5}),
+    *CLOSED,
+    ("h2o", {"close_up": True, "head_share": 0.3}),
+    ("expected_attention", SHARED["expected_attention"] | {"close_up": True}),
 ]
 
 
@@ -59,6 +63,12 @@ def tokens(seed):
     v = rng.standard_normal((N_TOKENS, N_KV, D))
     at = np.array([rotation(p, D) for p in range(N_TOKENS)])
     return np.einsum("tde,the->thd", at, q), np.einsum("tde,the->thd", at, k), v, q
+
+
+def plain_keys(k):
+    """Keys of `tokens` without RoPE."""
+    at = np.array([rotation(-p, D) for p in range(N_TOKENS)])
+    return np.einsum("tde,the->thd", at, k)
 
 
 def spec_of(policy, **changed):
@@ -82,7 +92,7 @@ def taken_of(slots):
     return slots.pos, slots.taken
 
 
-def run(spec, rows, parts):
+def run(spec, rows, parts, first=0):
     """Outputs of all tokens and the slots behind each part, in parts of so many tokens."""
     q, k, v, raw = (x.astype(np.float32) for x in rows)
     state, outs, held, start = tuple(jax.tree.leaves(empty_slots(spec))), [], [], 0
@@ -90,7 +100,8 @@ def run(spec, rows, parts):
     for n in parts:
         # Padded, as the tokens of a step are: one program for parts of any length but 1.
         at = padded_part(start, n, max(parts))
-        mine = q[at], k[at], v[at], at.astype(np.int32), *([raw[at]] if spec.n_q_heads else [])
+        pos = (first + at).astype(np.int32)
+        mine = q[at], k[at], v[at], pos, *([raw[at]] if spec.n_q_heads else [])
         state, (out, _) = many(state, mine, np.int32(n))
         outs.append(np.asarray(out)[:n])
         pos, taken = map(np.asarray, taken_of(slots_of(spec, state)))
@@ -102,6 +113,8 @@ def run(spec, rows, parts):
 @pytest.mark.parametrize(("name", "settings"), first_fast(CASES, 7), ids=lambda x: str(x))
 def test_tokens_kept_and_outputs_are_those_of_the_lists(name, settings):
     rows, settings = tokens(1), SIZES | settings
+    if settings.get("close_up"):
+        rows = (rows[3], plain_keys(rows[1]), *rows[2:])
     spec = spec_of(SCORED[name](**settings))
     out, held = run(spec, rows, [1] * N_TOKENS)
     plain = PlainLayer(name, n_kv=N_KV, **settings)
@@ -135,6 +148,17 @@ def test_how_steps_divide_the_tokens_changes_nothing(name, settings, parts):
     ends = np.cumsum(parts) - 1
     for mine, end in zip(held, ends, strict=True):
         assert list(map(list, mine)) == list(map(list, by_one[end]))
+
+
+def test_keys_by_place_know_nothing_of_positions():
+    """A text of any length is read within the places of its slots."""
+    settings = SIZES | {"n_sink": 0, "close_up": True}
+    rows, spec = (tokens(1)[3], *tokens(1)[1:]), spec_of(H2O(**settings))
+    near, held = run(spec, rows, [60, 40])
+    far, later = run(spec, rows, [60, 40], first=10**7)
+    np.testing.assert_array_equal(near, far)
+    assert [list(x) for x in held[-1]] == [list(x - 10**7) for x in later[-1]]
+    assert not (run(spec_of(H2O(**SIZES)), rows, [60, 40])[0] == near).all()
 
 
 def test_one_token_for_each_that_comes():
@@ -226,9 +250,10 @@ def logits(runtime, text, parts, seq_id=0):
 def test_with_room_for_all_it_is_plain_attention(name):
     model = ToyLm(n_layers=2 if name == "h2o" else 1)
     policy = SCORED[name](budget=60, interval=8, n_sink=2, n_recent=8, **SETTINGS.get(name, {}))
-    found = logits(Runtime(model, CONFIG, policy=policy), TEXT, [32, 28])
     wanted = logits(Runtime(model, CONFIG), TEXT, [32, 28])
-    np.testing.assert_allclose(found, wanted, atol=2e-4)
+    for by in (policy, dataclasses.replace(policy, close_up=True)):
+        found = logits(Runtime(model, CONFIG, policy=by), TEXT, [32, 28])
+        np.testing.assert_allclose(found, wanted, atol=2e-4)
 
 
 @pytest.mark.slow
@@ -379,6 +404,7 @@ BAD = [
     (lambda: SparseWindow(budget=64, n_read=32), "raise n_read, or lower refresh_every"),
     (lambda: SparseWindow(budget=99, n_read=72, refresh_every=20), "a multiple of refresh_every"),
     (lambda: SparseWindow(budget=99, n_read=72, refresh_every=0), "refresh_every is 0"),
+    (lambda: SparseWindow(budget=99, n_read=64, close_up=True), "leave one of the two out"),
 ]
 
 
@@ -398,6 +424,12 @@ def test_what_cannot_be_is_refused_at_construction(changed, model, says):
     with pytest.raises(BadConfig, match=says) as found:
         Runtime(model(), config, policy=H2O(budget=20, interval=8))
     assert "\n" not in str(found.value)
+
+
+def test_keys_by_place_are_refused_with_a_hadamard_transform():
+    config = dataclasses.replace(CONFIG, hadamard=True, type_k="int8")
+    with pytest.raises(BadConfig, match="leave hadamard or close_up out"):
+        Runtime(ToyLm(head_dim=16), config, policy=H2O(budget=20, interval=8, close_up=True))
 
 
 @pytest.mark.parametrize(("make", "says"), BAD)

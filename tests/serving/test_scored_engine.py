@@ -19,6 +19,7 @@ POLICIES = {
     "h2o": H2O(budget=20, interval=8),
     "snapkv": SnapKV(budget=20, interval=8, window=5),
     "refresh": SparseWindow(budget=40, interval=8, n_read=16, refresh_every=4),
+    "closed": H2O(budget=20, interval=8, close_up=True),
     "shared": SnapKV(budget=20, interval=8, window=5, head_share=0.5),
 }
 RNG = np.random.default_rng(3)
@@ -43,8 +44,13 @@ def served(engine, texts):
 @pytest.mark.parametrize(
     ("mode", "name"),
     [
-        *(("cell", "refresh"), ("paged", "shared")),
-        *(full("cell", "h2o"), full("cell", "snapkv"), full("cell", "shared")),
+        *(("cell", "refresh"), ("paged", "shared"), ("paged", "closed")),
+        *(
+            full("cell", "closed"),
+            full("cell", "h2o"),
+            full("cell", "snapkv"),
+            full("cell", "shared"),
+        ),
         *(full("paged", "h2o"), full("paged", "snapkv"), full("paged", "refresh")),
     ],
 )

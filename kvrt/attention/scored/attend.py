@@ -22,7 +22,8 @@ from kvrt.attention.scored.evict import evict, evicts_at
 from kvrt.attention.scored.head_slots import HeadSlots, QuerySums
 from kvrt.attention.scored.policy import Observed, real_numbers
 from kvrt.attention.scored.reads import SlotKV, choose_slots, chosen_slots, n_of_one_kind, refreshes
-from kvrt.attention.scored.spec import SlotSpec, slots_of
+from kvrt.attention.scored.spec import SlotSpec, compared_keys, slots_of
+from kvrt.store import rope
 
 # Tokens that one call of the chunked form takes; it runs them an interval at a time.
 CHUNK = 512
@@ -36,7 +37,8 @@ def recurrence(
     """The step of one token and that of many.
 
     Inputs are queries [T, Q, D] and keys [T, H, D] with RoPE applied, values [T, H, Dv], positions
-    [T] and, where the policy's tap wants them, queries without RoPE [T, Q, D].
+    [T] and, where the policy's tap wants them, queries without RoPE [T, Q, D]. Where keys are
+    compared by place (`close_up`) RoPE is applied here, and slots have keys without it.
 
     Args:
       spec: of the layer.
@@ -108,7 +110,8 @@ def attend_and_keep(
 
     def some_read(slots: HeadSlots) -> tuple[HeadSlots, Array]:
         assert reads is not None, "asked for below"
-        s, visible, values = _scores(spec, chosen_slots(reads, slots, rows[3]), rows, n)
+        held = chosen_slots(reads, slots, rows[3])
+        s, visible, values = _scores(spec, held, rows, n, slots.filled)
         after = head_slots.with_tokens(slots, rows[1], rows[2], rows[3], n)
         out = _output(_weights(s, visible, sinks), visible, values, rows[0])
         return dataclasses.replace(after, sums=_faded(spec, after.sums, n)), out
@@ -132,11 +135,11 @@ def _read_all(
     """Attention to all that the slots hold, and the slots with the tokens and new sums."""
     n_kv, n_slots = slots.pos.shape
     held = SlotKV(
-        keys=head_slots.slot_keys(slots),
+        keys=compared_keys(spec, slots),
         values=head_slots.slot_values(slots),
         sees=jnp.broadcast_to(slots.taken[:, None], (n_kv, rows[0].shape[0], n_slots)),
     )
-    s, visible, values = _scores(spec, held, rows, n)
+    s, visible, values = _scores(spec, held, rows, n, slots.filled)
     p = _weights(s, visible, sinks)
     out = _output(p, visible, values, rows[0])
     own = jnp.broadcast_to(rows[3], (n_kv, rows[0].shape[0]))
@@ -146,12 +149,15 @@ def _read_all(
 
 
 def _scores(
-    spec: SlotSpec, held: SlotKV, rows: Inputs, n: Array
+    spec: SlotSpec, held: SlotKV, rows: Inputs, n: Array, filled: Array
 ) -> tuple[Float[Array, "H G T S"], Bool[Array, "H 1 T S"], Float[Array, "H S Dv"]]:
     """Masked scores of slots and of the step's own tokens, what is seen, and the values."""
     q, k, v, _ = rows[:4]
     n_tokens, n_kv, group = q.shape[0], k.shape[1], spec.group
     index = jnp.arange(n_tokens, dtype=jnp.int32)
+    if spec.by_place is not None:
+        tables, layout = spec.tables(filled + index), spec.by_place.layout
+        q, k = (rope.rotate(x, *tables, layout) for x in (q, k))
     own = jnp.transpose(k, (1, 2, 0)).astype(jnp.float32)
     by_head = _by_kv_head(q, n_kv)
     s = jnp.concatenate(

@@ -9,7 +9,7 @@ from kvrt.arrays import Array, Bool, Float, Int32
 from kvrt.attention.scored import head_slots
 from kvrt.attention.scored.head_slots import HeadSlots
 from kvrt.attention.scored.policy import Seen, ranked, real_numbers
-from kvrt.attention.scored.spec import SlotSpec
+from kvrt.attention.scored.spec import SlotSpec, compared_keys
 
 
 def evicts_at(spec: SlotSpec, slots: HeadSlots) -> Int32[Array, ""]:
@@ -38,11 +38,12 @@ def evict(spec: SlotSpec, slots: HeadSlots) -> tuple[HeadSlots, Int32[Array, ""]
     pos = jnp.where(taken, slots.pos, -1)
     n_past = jnp.max(pos) + 1
     seen = Seen(
-        keys=jnp.transpose(head_slots.slot_keys(slots), (0, 2, 1)),
+        keys=jnp.transpose(compared_keys(spec, slots), (0, 2, 1)),
         values=head_slots.slot_values(slots),
         pos=pos,
         sums=jnp.where(taken, slots.sums, 0.0),
         n_past=n_past,
+        next_place=n_past if spec.by_place is None else slots.filled,
         queries=slots.queries,
         group=spec.group,
         n_ctx=spec.n_ctx,

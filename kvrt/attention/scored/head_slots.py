@@ -55,7 +55,7 @@ class HeadSlots:
     """Tokens lie in the first `filled` slots of each head, ascending by position.
 
     Attributes:
-      k: keys, with RoPE applied at their positions. `[H, D, S]`
+      k: keys, with RoPE applied at their positions, or unrotated with `close_up`. `[H, D, S]`
       v: values. `[H, S, Dv]`
       pos: positions; -1 in the first slots of a head that has fewer tokens than others with which
         it shares a budget. `[H, S]`
@@ -120,7 +120,7 @@ def with_tokens(
 
     Args:
       slots: with n free ones at least.
-      k: keys with RoPE applied; tokens from n on are anything.
+      k: keys as they are kept; tokens from n on are anything.
       v: values.
       pos: positions.
       n: how many tokens come in.

@@ -188,10 +188,15 @@ def _check_config(config: CacheConfig, policy: ScoredPolicy) -> None:
         raise BadConfig(
             f"sparse reads choose among all tokens, and {name} keeps but some; use one of the two"
         )
+    if policy.close_up and config.hadamard:
+        raise BadConfig(
+            f"with close_up {name} keeps keys unrotated and rotates them when it reads them, which "
+            "a Hadamard transform before has to wait for; leave hadamard or close_up out"
+        )
     if config.rope == "read":
         raise BadConfig(
             f"rope='read' is for keys whose positions move, and those of tokens that {name} keeps "
-            "never do; use rope='write', which gives the same"
+            "never do but with close_up; use rope='write', which gives the same"
         )
 
 

@@ -102,13 +102,14 @@ class Seen:
     """What a policy scores, when tokens have to go.
 
     Attributes:
-      keys: as cached, with RoPE applied, float32. `[H, S, D]`
+      keys: as they are compared, with RoPE applied, float32. `[H, S, D]`
       values: float32. `[H, S, Dv]`
       pos: positions, ascending in each head; -1 in slots without a token, which come first but
         for free ones, and whose score does not matter. `[H, S]`
       sums: what `observe` gave, summed over queries and over the query heads of a kv head, or
         the greatest of it. `[H, S]`
       n_past: the position of the next token.
+      next_place: what it is compared by: n_past, or with `close_up` its place.
       queries: None unless the tap asks for them.
       group: the layer's group, static.
       n_ctx: cells of the cache where the group's rule of RoPE depends on them, else 0; static.
@@ -119,6 +120,7 @@ class Seen:
     pos: Int32[Array, "H S"]
     sums: Float[Array, "H S"]
     n_past: Int32[Array, ""]
+    next_place: Int32[Array, ""]
     queries: QuerySums | None = None
     group: GroupSpec = dataclasses.field(metadata=dict(static=True))
     n_ctx: int = dataclasses.field(metadata=dict(static=True))
@@ -155,9 +157,11 @@ class ScoredPolicy(abc.ABC):
       head_share: the part of the budget that each kv head of a layer keeps at least; what is left
         of all heads goes to the greatest scores of any. 1 gives all heads the same. Below it each
         head has slots for all that it could get, so that no memory is saved: it is for studies.
+      close_up: keys are compared by their places among the tokens that are kept, not by positions,
+        so that a text may be many times as long as those that the model was trained with.
 
     Source: arXiv:2406.02069 (PyramidKV) for the pyramid; arXiv:2407.11550 (Ada-KV, which has 0.2)
-    for the share.
+    for the share; arXiv:2309.17453 (StreamingLLM), sec. 3.2, for places.
     """
 
     budget: int
@@ -166,6 +170,7 @@ class ScoredPolicy(abc.ABC):
     interval: int = 64
     pyramid: float = 1.0
     head_share: float = 1.0
+    close_up: bool = False
 
     tap: ClassVar[Tap] = Tap()
     # Told apart by sessions, tiers and chunks; any text.
@@ -198,6 +203,11 @@ class ScoredPolicy(abc.ABC):
             self.reads is None or (horizon is None and not tap.queries),
             f"{type(self).__name__} looks at other queries than those that read all tokens; leave "
             "n_read out",
+        )
+        _check(
+            self.reads is None or not self.close_up,
+            "close_up compares keys by their places among all that are kept, and n_read reads some "
+            "of them; leave one of the two out",
         )
         _check(
             horizon is None or 1 <= horizon <= self.interval,

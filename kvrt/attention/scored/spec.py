@@ -5,13 +5,15 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from kvrt.arrays import AnyArray
+from kvrt.arrays import AnyArray, Array, Float, Int32
 from kvrt.attention.scored import head_slots
 from kvrt.attention.scored.head_slots import HeadSlots, SlotShape
 from kvrt.attention.scored.policy import ScoredPolicy
-from kvrt.config import GroupSpec
+from kvrt.config import GroupSpec, RopeSpec
 from kvrt.kv_types import KeyDtype, KVDtype
+from kvrt.store import rope
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,18 @@ class SlotSpec:
     n_ctx: int
     n_q_heads: int = 0
     parts: "tuple[tuple[tuple[int, ...], SlotSpec], ...]" = ()
+
+    @property
+    def by_place(self) -> RopeSpec | None:
+        """How keys are rotated to their places, which are stored unrotated; None where none are."""
+        return self.group.rope if self.policy.close_up else None
+
+    def tables(self, places: Int32[Array, " T"]) -> tuple[Float[Array, "T R"], ...]:
+        """Cosines and sines of places, times the magnitude of RoPE's rule."""
+        assert self.by_place is not None, "of layers that compare by place"
+        by = jnp.float32(rope.magnitude(self.by_place, self.n_ctx))
+        freqs = jnp.asarray(rope.frequencies(self.by_place, self.n_ctx))
+        return tuple(by * x for x in rope.angles(freqs, places))
 
     @property
     def n_kept(self) -> int:
@@ -69,6 +83,15 @@ def empty_slots(spec: SlotSpec) -> HeadSlots:
 def slots_of(spec: SlotSpec, arrays: tuple[AnyArray, ...]) -> HeadSlots:
     """Slots of the arrays of a state."""
     return jax.tree.unflatten(_structure(spec), arrays)
+
+
+def compared_keys(spec: SlotSpec, slots: HeadSlots) -> Float[Array, "H D S"]:
+    """Keys of all slots with RoPE applied, in float32; those of free ones are anything finite."""
+    keys = head_slots.slot_keys(slots)
+    if spec.by_place is None:
+        return keys
+    cos, sin = spec.tables(jnp.arange(keys.shape[2], dtype=jnp.int32))
+    return rope.rotate_block(keys, cos.T, sin.T, spec.by_place.layout)
 
 
 @functools.cache

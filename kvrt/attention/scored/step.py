@@ -23,6 +23,7 @@ from kvrt.store import hadamard
 class ScoredLayer:
     """A layer that keeps tokens by score, and how its group rotates the step's tokens.
 
+    `rope` is None where attention rotates them to their places, or nothing does.
     `n_hadamard` are channels of keys and of values that are transformed together, 0 for none.
     """
 
@@ -90,7 +91,8 @@ def scored_step(
     found, view = {}, _reads_nothing(pos)
     for scored in groups:
         group, of = scored.group, scored.slots[0]
-        tables = group.rope and rope.make(group.rope, view, config.n_ctx, unrotated=False)
+        here = None if of.by_place else group.rope
+        tables = here and rope.make(here, view, config.n_ctx, unrotated=False)
         mixed = [config.hadamard and x in CODECS for x in (of.type_k, of.type_v)]
         n_hadamard = (
             hadamard.size_k(group.dim_k, True) if mixed[0] else 0,

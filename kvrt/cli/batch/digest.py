@@ -123,6 +123,7 @@ class Digests:
             return {}
         names = ["policy_budget", "policy_interval"]
         names += ["n_read", "refresh_every"] if options.n_read else []
+        names += ["close_up"] if options.close_up else []
         names += ["n_stream"] if options.streaming_heads is not None else []
         found = {name: getattr(options, name) for name in names}
         if options.streaming_heads is not None:  # whatever the file is called

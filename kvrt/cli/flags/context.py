@@ -38,6 +38,7 @@ _OF = {
     "streaming_heads": ("duo_attention",),
     "n_stream": ("duo_attention",),
     "n_read": ("sparse_window",),
+    "close_up": _BY_SCORE,
 }
 _context = functools.partial(flag, "Context")
 _policy = functools.partial(flag, "Context", advanced=True)
@@ -89,6 +90,11 @@ class KeepFlags(Options):
     )
     policy_interval: int = _policy(
         64, "tokens between two evictions of a --policy by score", "N", low=1
+    )
+    close_up: bool = _policy(
+        False,
+        "with a --policy by score: compare keys by their places among those that are kept, so that "
+        "a text may be many times the trained length",
     )
     streaming_heads: str | None = _policy(
         None,

@@ -177,7 +177,7 @@ def kept_line(policy: "ScoredPolicy") -> str:
     if policy.reads is not None:
         reads = policy.reads
         kept += f", and reads {reads.n_read:,} of them, but all every {reads.every:,} tokens"
-    return f"{type(policy).__name__} keeps {kept}"
+    return f"{type(policy).__name__} keeps {kept}{', by place' if policy.close_up else ''}"
 
 
 def read_line(outcome: Outcome, select: "Select") -> str:

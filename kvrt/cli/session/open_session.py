@@ -142,6 +142,7 @@ def _scored_policy(found: Manifest) -> dict[str, Any]:
     interval = said.get("interval", known[name].interval)
     budget, n_sink = said.get("budget"), said.get("n_sink")
     wanted = {"policy_budget": str(budget), "policy_interval": interval, "n_sink": n_sink}
+    wanted["close_up"] = said.get("close_up")
     if name == "duo_attention":
         heads = json.dumps(said.get("streaming"))
         wanted |= {"streaming_heads": heads, "n_stream": said.get("n_stream")}

@@ -214,6 +214,8 @@ def by_score(options: _Options, spec: DecoderSpec, n_ctx: int) -> ScoredPolicy:
     more: dict[str, Any] = {"n_sink": options.n_sink} if _says_sinks(options) else {}
     if options.n_read:
         more |= {"n_read": options.n_read, "refresh_every": options.refresh_every}
+    if options.close_up:
+        more["close_up"] = True
     if text.isdecimal():
         n = int(text)
     elif text.endswith("%"):

@@ -49,7 +49,7 @@ class ExpectedAttention(ScoredPolicy):
         if group.rope is not None:
             freqs = rope.frequencies(group.rope, seen.n_ctx)
             size = rope.magnitude(group.rope, seen.n_ctx)
-            to = seen.n_past + jnp.arange(self.n_future, dtype=jnp.int32)
+            to = seen.next_place + jnp.arange(self.n_future, dtype=jnp.int32)
             matrix = size * mean_rotation(group.rope, freqs, to, mean.shape[1])
             mean = mean @ matrix.T
             cov = jnp.einsum("de,qef,gf->qdg", matrix, cov, matrix)
