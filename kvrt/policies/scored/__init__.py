@@ -4,6 +4,8 @@ from types import MappingProxyType
 
 from kvrt.attention.scored.head_slots import QuerySums
 from kvrt.attention.scored.policy import Observed, Reads, ScoredPolicy, Seen, Tap
+from kvrt.policies import POLICIES
+from kvrt.policies.policy import Policy
 from kvrt.policies.scored.controls import RandomTokens, RecentOnly
 from kvrt.policies.scored.duo_attention import DuoAttention
 from kvrt.policies.scored.expected_attention import ExpectedAttention
@@ -34,10 +36,26 @@ SCORED = MappingProxyType(
     }
 )
 
+# By positions, or by scores of what each kv head keeps.
+AnyPolicy = Policy | ScoredPolicy
+
+
+def by_position(policy: AnyPolicy | None) -> Policy | None:
+    """A policy that drops positions; None for one by score, which drops none."""
+    return None if isinstance(policy, ScoredPolicy) else policy
+
+
+def policy_name(policy: AnyPolicy) -> str:
+    """The name that `--policy` has for a policy, or the name of its class."""
+    names = {kind: name for name, kind in (*POLICIES.items(), *SCORED.items())}
+    return {**names, DuoAttention: "duo_attention"}.get(type(policy), type(policy).__name__)
+
+
 __all__ = [
     "H2O",
     "SCORED",
     "TOVA",
+    "AnyPolicy",
     "DuoAttention",
     "ExpectedAttention",
     "KVzip",
@@ -55,4 +73,6 @@ __all__ = [
     "SnapKV",
     "SparseWindow",
     "Tap",
+    "by_position",
+    "policy_name",
 ]
