@@ -135,10 +135,8 @@ class Header:
         Raises:
           BadModelFile: no list of layers below `n_layers`.
         """
-        ids = self._get(key, list(usual))
-        if not isinstance(ids, list) or any(type(i) is not int for i in ids):
-            raise self.bad(key, ids, f"a list of layers below {n_layers}")
-        if not set(ids) <= set(range(n_layers)):
+        ids, known = self._get(key, list(usual)), range(n_layers)
+        if not isinstance(ids, list) or any(type(i) is not int or i not in known for i in ids):
             raise self.bad(key, ids, f"a list of layers below {n_layers}")
         return tuple(sorted(set(ids)))
 
