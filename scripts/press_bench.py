@@ -152,8 +152,10 @@ def method_of(name: str, n_slots: int) -> Method:
             raise UsageError(f"--methods {name} needs --heads of scripts.streaming_heads")
         found = json.loads(pathlib.Path(_HEADS.value).read_text())
         heads = tuple(map(tuple, found["streaming" if name == "duo" else "others"]))
-        whole = {"budget": _longest(), "n_stream": n_slots - interval, "interval": interval}
-        return DuoAttention(streaming=heads, **whole)
+        n_stream = n_slots - interval
+        return DuoAttention(
+            streaming=heads, budget=_longest(), n_stream=n_stream, interval=interval
+        )
     if name == "quest":
         return Quest(n_cells=n_slots)
     if name == "double_sparsity":

@@ -119,8 +119,14 @@ def _meanwhile(policy: ScoredPolicy, n: int, n_evaluated: int) -> ScoredPolicy:
     # A slot for each of both times, and one more.
     budget, n_sink = policy.budget, policy.n_sink
     interval = n_evaluated + 1 - budget
-    sizes = {"budget": budget, "n_sink": n_sink, "n_recent": 1, "interval": interval}
-    return Repetition(**sizes, head_share=policy.head_share, n_prompt=n)
+    return Repetition(
+        budget=budget,
+        n_sink=n_sink,
+        n_recent=1,
+        interval=interval,
+        head_share=policy.head_share,
+        n_prompt=n,
+    )
 
 
 def _waiting(whole: Runtime, progress: Progress, n_before: int, n_all: int) -> Progress:
