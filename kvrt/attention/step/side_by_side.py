@@ -20,7 +20,7 @@ from kvrt.attention import softmax
 from kvrt.attention.types import LayerAttention, LayerKV
 from kvrt.attention.view import BlockView
 from kvrt.store.codec import KVArray, Quantized, decode
-from kvrt.store.per_channel import KeyArray
+from kvrt.store.per_channel import KeyArray, PerChannel
 
 # Blocks of a pass, those left over that are worth one more, and cells of each: measured on Zen 4
 # with three kv heads and nine query heads of 64.
@@ -34,22 +34,27 @@ _MOST_COPIED = 2
 def takes(q: Float[Array, "H G D"], kv: LayerKV, view: BlockView, how: LayerAttention) -> bool:
     """Whether the sums are written for these queries, keys and values."""
     plain = how.rope is None and how.grouped is None and not how.group.latent_rank
-    groups = [_groups_of(x) for x in (kv.k, kv.v)]
     return (
         plain
         and view.block_size == _N_CELLS
         and view.blocks.shape[0] >= _LEAST
         and q.shape[1] in _OPERANDS
-        and all(n is not None and q.shape[2] % (_TERMS * n) == 0 for n in groups)
+        and q.shape[2] % _TERMS == 0
+        and all(map(_is_plain, (kv.k, kv.v)))
     )
 
 
-def _groups_of(cached: KeyArray) -> int | None:
-    """Scales of a head: 1 where there are none; None where numbers are packed or have a zero."""
-    if isinstance(cached, jax.Array):
-        return 1
-    plain = isinstance(cached, Quantized) and cached.codec.bits == 8 and not cached.codec.affine
-    return cached.codec.sizes(cached.data.shape[-1])[1] if plain else None
+def _is_plain(cached: KeyArray) -> bool:
+    """Whether these are floats, or integers of a byte with one scale a head."""
+    if isinstance(cached, Quantized):
+        return cached.codec.bits == 8 and cached.codec.group is None
+    return not isinstance(cached, PerChannel)
+
+
+def _stored(cached: KeyArray) -> Array:
+    """Integers or floats as they are kept."""
+    assert not isinstance(cached, PerChannel), "keys that `takes` refuses"
+    return jnp.asarray(cached.data) if isinstance(cached, Quantized) else cached
 
 
 def attend(
@@ -72,7 +77,7 @@ def attend(
         ids = blocks[i]
         listed = i * _N_SIDE + jnp.arange(_N_SIDE) < view.n_blocks
         visible, keys, scales = _apart(ids, lambda: _read(kv, view, how, ids, listed))
-        keys = kv.k[ids] if keys is None and isinstance(kv.k, jax.Array) else keys
+        keys = _stored(kv.k)[ids] if keys is None else keys
         s = softmax.capped(_scores(queries, keys, scales[0]), how.group.soft_cap)
         s = jnp.where(visible != 0, s, -jnp.inf)
         m = jnp.maximum(part.m, jnp.max(s, axis=(1, 3)).T)
@@ -102,7 +107,7 @@ def _read(
     seen = view.sees(pos, seqs.reshape(pos.shape[0], -1), how.group.mask)[0]
     visible = -(seen.reshape(len(ids), 1, -1) & listed[:, None, None]).astype(jnp.int32)
     k, v = kv.k, kv.v
-    data = k.data if isinstance(k, Quantized) else k
+    data = _stored(k)
     keys = data[ids] if data.dtype.itemsize <= _MOST_COPIED else None
     of_keys = k.scale[ids].astype(jnp.float32) if isinstance(k, Quantized) else None
     if not isinstance(v, Quantized):
