@@ -275,8 +275,16 @@ def flags_of_config(config: type, *, without: str = "", only: str = "") -> Any:
             field = dataclasses.field(default=default, metadata={_KEY: kept})
             fields.append((x.name, x.type, field))
     # Only its subclasses are made: what a dataclass generates would be compiled at each start.
-    none = dict(init=False, repr=False, eq=False, frozen=True, kw_only=True)
-    return dataclasses.make_dataclass(f"{config.__name__}Flags", fields, bases=(Options,), **none)
+    return dataclasses.make_dataclass(
+        f"{config.__name__}Flags",
+        fields,
+        bases=(Options,),
+        init=False,
+        repr=False,
+        eq=False,
+        frozen=True,
+        kw_only=True,
+    )
 
 
 def deciding(

@@ -45,9 +45,7 @@ class SlotSpec:
         """How keys are rotated to their places, which are stored unrotated; None where none are."""
         return self.group.rope if self.policy.close_up else None
 
-    def tables(
-        self, places: Int32[Array, " T"]
-    ) -> tuple[Float[Array, "T R"], Float[Array, "T R"]]:
+    def tables(self, places: Int32[Array, " T"]) -> tuple[Float[Array, "T R"], Float[Array, "T R"]]:
         """Cosines and sines of places, times the magnitude of RoPE's rule."""
         assert self.by_place is not None, "of layers that compare by place"
         by = jnp.float32(rope.magnitude(self.by_place, self.n_ctx))
