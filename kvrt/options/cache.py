@@ -184,7 +184,7 @@ class CacheConfig:
     type_k: KeyDtypes = _cache(
         "auto",
         "dtype of cached keys, or one for each layer group, by commas; if not given, a session's, "
-        "else f16 on CPU and bf16 on GPU and TPU",
+        "else f16 on CPU, bf16 elsewhere",
         "TYPE",
         flag="cache_type_k",
         cli=None,

@@ -240,7 +240,7 @@ REFUSED = (
         "R28",
         {"policy": SCORES, "rope": "read"},
         "refused",
-        "positions move, and those of tokens that .* keeps never do; use rope='write'",
+        "positions move, and those of tokens that .* keeps never do but with close_up",
         "positions of tokens that are kept by score never move",
     ),
     Rule(

@@ -29,7 +29,9 @@ def assert_sound(engine):
             mine |= set(np.flatnonzero(here).tolist())
             if state.schedule is None:
                 there = [i for i in range(state.n_computed) if table[i // group.block_size]]
-                slots = seq.slots(np.full(len(there), state.seq_id), np.array(there, np.int32))
+                slots = seq.slots(
+                    np.full(len(there), state.seq_id, np.int32), np.array(there, np.int32)
+                )
                 assert np.array_equal(cells.pos[slots], there)
                 assert owned(cells, state.seq_id)[slots].all()
             if group.n_span > 1:

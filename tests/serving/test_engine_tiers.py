@@ -94,8 +94,11 @@ def test_who_is_preempted_resumes_as_if_nothing_had_been(preempt):
         assert counts["preempted"] > 0 and (counts["offloaded"] > 0) == (preempt == "swap")
 
 
-def test_cells_have_no_tiers():
-    with pytest.raises(errors.BadConfig, match="use mode='paged'"):
-        make(mode="cell", tiers=HOST)
+def test_cells_with_tiers_are_given_out_in_blocks():
+    with make(mode="cell", tiers=HOST) as engine:
+        assert engine.space.hit_size == engine.config.block_size
+
+
+def test_a_tier_has_room_for_a_block():
     with pytest.raises(errors.BadConfig, match="no room for a block"):
         make(tiers=TierConfig(host_bytes=10))

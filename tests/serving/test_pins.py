@@ -147,7 +147,7 @@ def test_what_cannot_be_pinned_is_said_in_one_line(mode):
 def test_a_pin_takes_no_room_that_is_reserved(mode):
     engine, text = make("full", mode, n_ctx=80), prompt(24)
     serve(engine, ask("a", text, 1))
-    engine.add_request(ask("b", prompt(5, 1), 60, reserve=64))
+    engine.add_request(ask("b", prompt(5, 1), 70, reserve=74))
     engine.step()
     with pytest.raises(CacheFull, match="free and not reserved; wait for a request to end"):
         engine.pin(text)

@@ -126,8 +126,8 @@ KV dtypes, for --cache_type_k and --cache_type_v, and bits a value:
 Without a flag a session keeps those that it was written with; a new
 cache is f16 on CPU, bf16 on GPU and TPU.
 
---hadamard spreads outliers before fp8, int8, q8_0, int4 and int2. What each
-costs in perplexity is in docs/quantization.md.
+--hadamard spreads outliers before fp8, int8, q8_0, int4 and int2.
+docs/quantization.md has what each costs in perplexity.
 
 Dtypes of the weights, which --dtype takes:
 
