@@ -65,7 +65,7 @@ def _of_runtime() -> Callable[[], Any]:
 
 
 def _of_engine(mode: Mode) -> Callable[[], Any]:
-    config = dataclasses.replace(_CONFIG, block_size=16)
+    config = dataclasses.replace(_CONFIG, n_ctx=256, block_size=16)
     engine = Engine(ToyDecoder(), config, EngineConfig(mode=mode))
     engine.add_request(Request(id="a", tokens=(1, 2, 3), n_predict=9))
     engine.step()
