@@ -66,6 +66,7 @@ class BlockTables:
           The blocks that slid out of it.
         """
         ids, end = self._ids[seq], int(self._end[seq])
+        n_before = end
         self._head[seq] = n_head
         self._any_head |= n_head > 0
         if n_head:
@@ -84,10 +85,10 @@ class BlockTables:
         last = max(end - 1, lo)
         ids[last - lo : max(len(table) - lo, 0)] = table[last:]
         self._end[seq] = len(table)
-        gone = gone[gone != NULL]
         if self._is_wide:
-            self._list_blocks(seq, None if len(gone) or not end else table[end:])
-        return gone
+            # Blocks that slid out, or slid before this sequence began, leave the list.
+            self._list_blocks(seq, None if lo > old or not n_before else table[n_before:])
+        return gone[gone != NULL]
 
     def shrink(self, seq: int, n: int) -> None:
         """A table has lost what was behind its first n entries, which held no token."""
