@@ -19,7 +19,9 @@ def test_a_list_has_the_blocks_of_its_table_once():
         tables.clear(1)
         tables.put(1, table, min(3, len(table)))
         wanted = {(block - 1) // 4 for block in table if block != NULL}
-        lists, n_blocks = tables.read(np.array([0, 1]), np.full(2, len(table), np.int32), 2)
+        lists, n_blocks = tables.read(
+            np.arange(2, dtype=np.int32), np.full(2, len(table), np.int32), 2
+        )
         for ids, n in zip(lists, n_blocks, strict=True):
             assert sorted(ids[:n].tolist()) == sorted(wanted)
         tables.shrink(0, len(table))
