@@ -55,13 +55,15 @@ class EngineConfig:
     """How an engine serves.
 
     Attributes:
-      mode: "paged" keeps tokens in blocks and shares prefixes, "cell" in whatever cells are empty.
+      mode: "paged" keeps tokens in blocks of block_size; "cell" in blocks of one token, in arrays of
+        blocks of block_size.
       rules: how the scheduler decides; None is first come, first served, n_ubatch a step.
       prefix_cache: whether requests find what others computed: whole blocks, in cell mode tokens.
       hash_block_size: in paged mode, tokens that a hit may end at a multiple of, within a block
         that is then copied; None is whole blocks.
       n_recent: tokens that a repeat penalty may look back.
-      tiers: in paged mode, where blocks go beyond the device; call `Engine.close` in the end.
+      tiers: where blocks go beyond the device; call `Engine.close` in the end. Cell mode gives out
+        whole blocks then.
       sessions: a folder of sessions that requests begin from.
       budget_bytes: of the cache on all devices together, positions and owners of its cells, and
         tiers in the host's memory; `CacheConfig.n_ctx` is then what there is room for. None takes

@@ -133,7 +133,7 @@ class TierConfig:
 
     host_bytes: int = _serve(
         dataclasses.MISSING,
-        "in paged mode: host memory that evicted blocks are offloaded to, like 2GB",
+        "host memory that evicted blocks are offloaded to, like 2GB; --mode cell has blocks then",
         "SIZE",
         flag="host_cache",
         cli=None,

@@ -358,7 +358,6 @@ def test_a_file_of_other_requests_stays(batch, tmp_path):
         (("--temp", "nan"), "temp"),
         (("more",), "unexpected argument 'more'"),
         (("--host_cache", "much"), "--host_cache much: a size is wanted"),
-        (("--host_cache", "1GB", "--mode", "cell"), "--host_cache keeps blocks"),
         (("--disk_cache", "x"), "add --host_cache SIZE"),
     ],
 )

@@ -251,8 +251,6 @@ class BatchOptions(
                 f"--draft {self.draft} with --coordinator: each process would draft by itself, and "
                 "all have to draft the same; give ngram"
             )
-        if self.host_cache is not None and self.mode == "cell":
-            raise UsageError("--host_cache keeps blocks; leave out --mode cell")
         if self.n_checkpoints and not self.prefix_cache:
             raise UsageError(
                 "--n_checkpoints are found in the prefix cache; leave out --noprefix_cache"
