@@ -131,11 +131,11 @@ def _line(error: str, kind: Any, value: Any, name: str) -> str:
         place = f"{name}.{absent[1]}".lstrip(".")
         return f"{place} is missing; {wanted(_within(info, absent[1]))} is wanted"
     if place.startswith("key"):
-        assert isinstance(info, inspect.DictType)
+        kinds = info.types if isinstance(info, inspect.UnionType) else (info,)
+        of = next(x for x in kinds if isinstance(x, inspect.DictType))
         bad = [k for k in value if not k.isdigit()] or [max(value, key=int)] if known else [""]
-        return (
-            f"{name} has the key {shown_json(bad[0][:_SHOWN])}; {wanted(info.key_type)} is wanted"
-        )
+        key = shown_json(bad[0][:_SHOWN])
+        return f"{name or 'it'} has the key {key}; {wanted(of.key_type)} is wanted"
     if not (said or error).startswith(("Expected", "Invalid", "Number", "Integer")):
         return f"{name}: {said or error}".removeprefix(": ")  # what the class itself refuses
     found = shown_json(value) if known else "something else"

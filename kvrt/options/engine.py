@@ -55,8 +55,8 @@ class EngineConfig:
     """How an engine serves.
 
     Attributes:
-      mode: "paged" keeps tokens in blocks of block_size; "cell" in blocks of one token, in arrays of
-        blocks of block_size.
+      mode: "paged" keeps tokens in blocks of block_size; "cell" in single cells, in arrays whose
+        blocks have block_size.
       rules: how the scheduler decides; None is first come, first served, n_ubatch a step.
       prefix_cache: whether requests find what others computed: whole blocks, in cell mode tokens.
       hash_block_size: in paged mode, tokens that a hit may end at a multiple of, within a block

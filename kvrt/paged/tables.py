@@ -164,6 +164,12 @@ class BlockTables:
         # What is not read may hold anything in range.
         tables = np.zeros((size, self._lists.shape[1]), np.int32)
         n_blocks = np.zeros(size, np.int32)
+        if self._is_wide and self._kind in ("window", "chunked"):
+            # What has left the window since the table grew would be read in vain.
+            for i, (seq, n) in enumerate(zip(seqs.tolist(), n_tokens.tolist(), strict=True)):
+                found = self.block_list(seq, n)
+                tables[i, : len(found)], n_blocks[i] = found, len(found)
+            return tables, n_blocks
         if self._is_wide:
             n_blocks[: len(seqs)] = self._n_listed[seqs]
             width = int(n_blocks.max(initial=0))

@@ -71,6 +71,7 @@ def _policy(mode: str, n_window: int) -> AnyPolicy | None:
         n_sink = N_SINK if mode == "sinks" else 0
         return AttentionSinks(n_sink=n_sink, n_window=n_window - n_sink)
     if mode in SCORES:
-        n = n_window - N_AT_ONCE
-        return SCORED[mode](budget=n, interval=N_AT_ONCE, n_sink=N_SINK, close_up=True)
+        n_at_once = min(N_AT_ONCE, n_window // 4)
+        n = n_window - n_at_once
+        return SCORED[mode](budget=n, interval=n_at_once, n_sink=N_SINK, close_up=True)
     return None

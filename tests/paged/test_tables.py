@@ -18,7 +18,8 @@ def test_a_list_has_the_blocks_of_its_table_once():
         # Another sequence begins with what is left of the first one, as a fork does.
         tables.clear(1)
         tables.put(1, table, min(3, len(table)))
-        wanted = {(block - 1) // 4 for block in table if block != NULL}
+        seen = table[:3] + table[max(len(table) - 7, 3) :]
+        wanted = {(block - 1) // 4 for block in seen if block != NULL}
         lists, n_blocks = tables.read(
             np.arange(2, dtype=np.int32), np.full(2, len(table), np.int32), 2
         )

@@ -52,6 +52,6 @@ def test_requests_beside_each_other_and_hits_are_those_of_the_oracle(mode):
     assert again["c"].n_cached >= least and again["d"].n_cached >= 16
     if mode == "paged":
         return
-    first, second = (g.cells for g in engine.space._cache.host.contents.groups)
+    first, second = (x.cells for x in engine.space._arrays._cells.values())
     np.testing.assert_array_equal(first.pos, second.pos)
     np.testing.assert_array_equal(first.seqs, second.seqs)

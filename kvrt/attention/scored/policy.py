@@ -169,7 +169,6 @@ class ScoredPolicy(ScoreSizes, abc.ABC):
     n_recent: int | None = None
     pyramid: float = 1.0
     head_share: float = 1.0
-    close_up: bool = False
 
     tap: ClassVar[Tap] = Tap()
     # Told apart by sessions, tiers and chunks; any text.

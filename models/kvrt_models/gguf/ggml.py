@@ -74,6 +74,8 @@ def to_float32(data: np.ndarray, ggml_type: str, shape: tuple[int, ...]) -> np.n
     from gguf import quants  # late: it takes 0.3 s
     from gguf.constants import GGMLQuantizationType
 
+    if 0 in shape:
+        return np.zeros(shape, np.float32)
     rows = data.reshape(*shape[:-1], -1)
     try:
         # A damaged block may hold NaN as its scale: that is for the reader of the values to judge.
