@@ -19,10 +19,10 @@ pytestmark = pytest.mark.slow
 LIMITS = {
     "warm": (16, 518),
     "traced": (34, 1524),
-    "engine in cells warm": (21, 667),
-    "engine in cells traced": (33, 1439),
-    "engine in blocks warm": (21, 683),
-    "engine in blocks traced": (32, 1456),
+    "engine in cells warm": (21, 673),
+    "engine in cells traced": (33, 1445),
+    "engine in blocks warm": (21, 689),
+    "engine in blocks traced": (32, 1462),
 }
 
 
