@@ -32,7 +32,7 @@ class BlockManager:
       block_size: tokens of a block of chains.
       align: hits are multiples of it, in tokens.
       promises: blocks that are kept for somebody.
-      n_in_advance: tokens beyond those asked for that requests get blocks for, see `shrink`.
+      has_plenty: whether requests get blocks in advance, see `BlockRules` and `shrink`.
     """
 
     def __init__(self, groups: Sequence[PagedGroup], pools: Sequence[BlockPool], rules: BlockRules):
@@ -61,7 +61,7 @@ class BlockManager:
         self._transactions = Transactions(self._kinds, pools, self._copies, self.promises, rules)
         self._forks = Forks(self._kinds, pools, self._copies)
         self._requests: dict[Hashable, RequestBlocks] = {}
-        self.n_in_advance = 0
+        self.has_plenty = False
 
     def find_hit(self, chain: Chain, wanted: Wanted | None = None, *, read: bool = True) -> Hit:
         """The cached prefix of a prompt; never all of it.
@@ -356,7 +356,11 @@ class BlockManager:
                 f"{n_settled} tokens settled and a hit of {hit.n_tokens if hit else 0}, of "
                 f"{n_tokens} to be placed; at most {n_room} are settled, and a hit is shorter"
             )
-        n_more = 0 if request.moving else self.n_in_advance
+        n_more = self._rules.n_in_advance
+        if request.moving is not None:
+            n_more = self._transactions.n_spared(request, n_tokens, n_more)
+        elif not self.has_plenty:
+            n_more = 0
         n_lookahead = min(max(self._rules.n_lookahead, n_more), n_ctx - n_tokens)
         return self._transactions.plan(
             request, n_tokens, hit=hit, n_settled=n_settled, n_lookahead=n_lookahead

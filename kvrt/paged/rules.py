@@ -22,6 +22,8 @@ class BlockRules:
         tokens; None is every multiple of `align`, 0 only the end of each prompt.
       marked_states: whether states are kept at marked ends alone, see `BlockManager.keep_hits`, and
         not wherever a step ended with a block.
+      n_in_advance: tokens beyond those asked for that a request gets blocks for, of its own or where
+        `BlockManager.has_plenty`.
       n_lookahead: drafts of a request that every allocation leaves room for.
       drafts: groups of layers that draft tokens: the last block of a hit is computed again.
     """
@@ -33,6 +35,7 @@ class BlockRules:
     partial: bool = False
     checkpoint_interval: int | None = None  # issue 18: context checkpoints every N tokens
     marked_states: bool = False
+    n_in_advance: int = 0
     n_lookahead: int = 0  # issue 20: speculative decoding
     drafts: Collection[int] = ()  # issue 20: draft heads and LayerSkip
 

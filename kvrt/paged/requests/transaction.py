@@ -221,6 +221,14 @@ class Transactions:
                 self._pools[kind.pool].register(table[index], g, entry)
                 self._copies.written(kind.pool, table[index])
 
+    def n_spared(self, request: RequestBlocks, n_tokens: int, n: int) -> int:
+        """Of n tokens behind n_tokens, those that a moving request has blocks of its own for."""
+        for g, kind in enumerate(self._kinds):
+            if kind.has_blocks and not kind.keeps_states:
+                own = len(request.tables[g]) + len(request.spare[g] if request.spare else ())
+                n = min(n, own * kind.block_size - request.cell(g, n_tokens))
+        return max(n, 0)
+
     def shrink(self, request: RequestBlocks, n_tokens: int) -> bool:
         """Gives back blocks of a request behind n_tokens; whether there were some."""
         request.n_tokens, has_shrunk = n_tokens, False

@@ -95,6 +95,7 @@ class Space:
             hash_block_size=hash_size,
             partial=hash_size is not None,
             n_in_flight=n_batch,
+            n_in_advance=_STRIDE - 1 if self._in_cells else 0,
             n_ctx=n_room,
             # States of single tokens are too many to keep.
             marked_states=self._in_cells and (self._interval is not None or config.n_rs_seq > 0),
@@ -375,7 +376,7 @@ class Space:
         """Says whether samples get cells in advance; takes those back that they have, if not."""
         n = _PLENTY * _STRIDE * self.n_seq_max
         is_plenty = all(pool.n_free >= n for pool in self._pools_of_cells)
-        had, self.manager.n_in_advance = self.manager.n_in_advance, (_STRIDE - 1) * is_plenty
+        had, self.manager.has_plenty = self.manager.has_plenty, is_plenty
         for seq_id, state in self._running.items() if had and not is_plenty else ():
             if self.manager.shrink(seq_id, state.n_computed - state.n_dropped):
                 self._arrays.shrink(seq_id)
