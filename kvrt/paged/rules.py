@@ -22,8 +22,8 @@ class BlockRules:
         tokens; None is every multiple of `align`, 0 only the end of each prompt.
       marked_states: whether states are kept at marked ends alone, see `BlockManager.keep_hits`, and
         not wherever a step ended with a block.
-      n_in_advance: tokens beyond those asked for that a request gets blocks for, of its own or where
-        `BlockManager.has_plenty`.
+      n_in_advance: tokens beyond those asked for that a request gets blocks for, of its own or
+        where `BlockManager.has_plenty`.
       n_lookahead: drafts of a request that every allocation leaves room for.
       drafts: groups of layers that draft tokens: the last block of a hit is computed again.
     """
