@@ -129,7 +129,8 @@ class BlockTables:
 
     def block(self, seq: int, pos: int) -> int:
         """The block that a position of a sequence lies in."""
-        index = int(self._cell(np.array(seq), np.array(pos))) // self.block_size
+        (cell,) = self._cell(np.array([seq]), np.array([pos])).tolist()
+        index = cell // self.block_size
         return int(self._ids[seq, self._entry(seq, index)])
 
     def slots(

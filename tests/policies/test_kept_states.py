@@ -4,12 +4,13 @@ import dataclasses
 
 import pytest
 
-from kvrt import CacheConfig, ContextShift, Engine, EngineConfig, Runtime
+from kvrt import CacheConfig, ContextShift, Engine, EngineConfig, Rules, Runtime
 from kvrt.errors import BadConfig
 from tests.marks import slow
 from tests.matrix import build as builds
 from tests.matrix.axes import Cell
 from tests.matrix.history import outcome
+from tests.serving.engines import MODELS, alone, ask, served
 from tests.toys import ToyLm
 
 pytestmark = pytest.mark.usefixtures("numpy_device")
@@ -47,3 +48,16 @@ def test_what_has_no_attention_or_no_states_is_refused():
         Runtime(builds.model_of("recurrent"), config, policy=policy)
     with pytest.raises(BadConfig, match=cannot):
         Engine(builds.model_of("recurrent"), config, EngineConfig(mode="paged"), policy=policy)
+
+
+@pytest.mark.parametrize("mode", ["cell", "paged"])
+def test_a_state_is_found_by_all_of_its_tokens_or_by_none(mode):
+    """Others may find what a policy never drops, and no state is that of those tokens alone."""
+    config = CacheConfig(n_ctx=256, n_seq_max=4, block_size=16, n_ubatch=8, on_states="keep")
+    options = EngineConfig(mode=mode, rules=Rules(n_batch=8, n_ctx_seq=64))
+    engine = Engine(MODELS["recurrent"](), config, options, policy=ContextShift(n_keep=5))
+    text = list(range(20))
+    served(engine, [ask("first", text, 60)])
+    other, n_cached = ask("other", [*text[:5], 9, 9, 9], policy="none"), []
+    found = served(engine, [other], lambda out: n_cached.append(out.n_cached))
+    assert n_cached[0] == 0 and found["other", 0] == alone("recurrent", other)

@@ -427,16 +427,16 @@ class Space:
     def _learn(self, state: SeqState, end: int, *, is_end: bool = False) -> None:
         """The first `end` tokens of a sample are there, and full blocks of them may be found.
 
-        So may be the states after them where it computes no more: `is_end`.
+        So may be the states after them where it computes no more, `is_end`, unless others may find
+        fewer of its tokens.
         """
         n_found = len(chain_of(self.manager, state).tokens)
         moved = state.context is not None and not 0 < n_found <= end
-        if moved or state.folds:
+        if moved or state.folds or not end:
             return
-        if not (end := min(end, n_found)):
-            return
-        found = self.manager.register(_seq_id(state), end)
-        if is_end:
+        # The manager is told all that are there, for a state is that of all.
+        found = self.manager.register(_seq_id(state), end - state.n_dropped)
+        if is_end and end <= n_found:
             self.manager.register_end(_seq_id(state), end)
         if self.tiers and found:
             self.tiers.store(found)
