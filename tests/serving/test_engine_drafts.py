@@ -2,6 +2,7 @@
 and preemption included; whichever drafts are refused, nobody ever sees them."""
 
 import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -346,3 +347,30 @@ def test_a_call_that_was_interrupted_is_taken_up(mode, monkeypatch):
         tokens += [t for out in outputs if out.id == "a" for t in out.tokens]
     assert tokens == text and n_read[0] > 2
     assert served(drafted, [ask("c", [*prompt, *text[:9]], 11)])["c", 0] == text[9:]
+
+
+@pytest.mark.parametrize("fail_at", [2, 3, 4])
+def test_a_state_of_a_round_that_nobody_read_is_found_by_nobody(fail_at, monkeypatch):
+    """Ctrl-C while a round is read, then the request is cancelled: its state has moved on."""
+    never_backs_off(monkeypatch)
+    drafted, plain, script = pair("recurrent", "cell")
+    first = ask("first", range(10), 20)
+    script.texts += texts_of([first], served(plain, [first]))
+    read, n_read = drafted._steps._drafts.read, itertools.count(1)
+
+    def interrupted(last):
+        if next(n_read) == fail_at:
+            raise KeyboardInterrupt
+        return read(last)
+
+    monkeypatch.setattr(drafted._steps._drafts, "read", interrupted)
+    drafted.add_request(first)
+    with pytest.raises(KeyboardInterrupt):
+        while drafted.has_work:
+            drafted.step()
+    (state,) = drafted.running
+    begin = state.tokens[: state.n_computed]
+    drafted.cancel("first")
+    drafted.step()
+    other = ask("other", [*begin, 3, 3])
+    assert served(drafted, [other]) == served(plain, [other])

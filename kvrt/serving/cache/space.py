@@ -109,6 +109,8 @@ class Space:
         self._free, self._n_ahead = list(range(self.n_seq_max))[::-1], 0
         self._chunk_ends = chunk_ends(plan.groups, rules, self._interval, in_cells=self._in_cells)
         self._running: dict[int, SeqState] = {}
+        # The step that was placed last, until its tokens are appended.
+        self._placed: StepBatch | None = None
         kinds = {g.pool for g in plan.groups if g.kind != "recurrent"}
         self._pools_of_cells = [self.pools[i] for i in kinds]
         self.residency = Residency()
@@ -301,7 +303,9 @@ class Space:
         """See `SchedulerSpace`; of what is not kept nothing is found beyond its full blocks."""
         seq_id, self._n_ahead = _seq_id(state), self._n_ahead - state.n_ahead
         if self._in_cells and self._caching and kept and not damaged:
-            self._learn(state, state.n_computed - state.n_past_read, is_end=True)
+            # A step that is not over may have moved its state on.
+            is_over = self._placed is None or seq_id not in self._placed.seq_ids
+            self._learn(state, state.n_computed - state.n_past_read, is_end=is_over)
         for g, group in enumerate(self.groups) if damaged else ():
             held = self.manager.table(seq_id, g)
             self.pools[group.pool].forget([block for block in held if block != NULL])
@@ -337,11 +341,13 @@ class Space:
     def place(self, step: StepBatch) -> Where:
         """See `StepSpace`."""
         self._arrays.copy(self.manager.take_copies())
+        self._placed = step
         return self._arrays.place(step)
 
     def append(self, step: StepBatch, stays: Bool[np.ndarray, " n"] | None = None) -> None:
         """See `StepSpace`."""
         self._arrays.append(step, stays)
+        self._placed = None
 
     def learn(self, step: StepBatch) -> None:
         """The tokens of a step are known, and others may find what it computed.
