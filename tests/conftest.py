@@ -50,10 +50,13 @@ def pytest_addoption(parser):
     )
 
 
+# Before any folder's own conftest.py imports the package: they are read ahead of `pytest_configure`.
+jaxtyping.jaxtyped = typechecker.checked
+_hook = jaxtyping.install_import_hook("kvrt", None)
+
+
 def pytest_configure(config):
-    jaxtyping.jaxtyped = typechecker.checked
-    hook = jaxtyping.install_import_hook("kvrt", None)
-    config.add_cleanup(hook.uninstall)
+    config.add_cleanup(_hook.uninstall)
     from tests.exact import compute_exactly  # late: the hook has to see its imports
 
     compute_exactly()

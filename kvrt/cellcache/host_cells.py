@@ -19,7 +19,6 @@ from kvrt.cellcache.indexed_group import IndexedGroup
 from kvrt.cellcache.recurrent import RecurrentStates, StatePlan
 from kvrt.cellcache.window import Intervals
 from kvrt.cells import Cells
-from kvrt.cells.cells import mask_words
 from kvrt.cells.slots import Places, StepTokens
 from kvrt.config import MAX_POS, GroupSpec, RecurrentSpec
 from kvrt.options.cache import CacheConfig
@@ -78,8 +77,8 @@ class HostCells:
           n_pinned: see the class.
         """
         self.n_pinned = n_pinned
-        self._n_owners = 32 * mask_words(config.n_seq_max)
-        self.groups = tuple(IndexedGroup(g, config, self._n_owners, n_pinned) for g in groups)
+        self._n_seq_max = config.n_seq_max
+        self.groups = tuple(IndexedGroup(g, config, n_pinned) for g in groups)
         self.complete = [x for x in self.groups if not x.group.rolls]
         self.main: IndexedGroup | None = next(iter([*self.complete, *self.groups]), None)
         self.rolls = len(self.complete) < len(self.groups)
@@ -105,7 +104,7 @@ class HostCells:
         if self.main is not None:
             return self.main.cells
         assert self.states is not None, "a model without layers"
-        return recurrent.as_cells(self.states, self._n_owners)
+        return recurrent.as_cells(self.states, self._n_seq_max)
 
     @property
     def in_blocks(self) -> frozenset[int]:

@@ -29,12 +29,10 @@ class IndexedGroup:
       pending: whether keys await their K-shift.
     """
 
-    def __init__(
-        self, spec: GroupSpec, config: CacheConfig, n_owners: int, n_pinned: int | None = None
-    ):
-        """Empty cells, with bits for n_owners sequences; `n_pinned` as in `CellGroup`."""
+    def __init__(self, spec: GroupSpec, config: CacheConfig, n_pinned: int | None = None):
+        """Empty cells; `n_pinned` as in `CellGroup`."""
         self.extent: Extent = extent(spec, config, n_pinned or 0)
-        self.group = groups.open_group(self.extent, spec.mask, n_owners, n_pinned)
+        self.group = groups.open_group(self.extent, spec.mask, config.n_seq_max, n_pinned)
         self.n_used = 0
         self.stale = self.pending = False
         self._unrotated = config.rope == "read"
@@ -165,10 +163,6 @@ class IndexedGroup:
             visible = np.union1d(visible, slots // self.extent.block_size)
         return pad(visible, self.extent.n_blocks, 0), np.asarray(len(visible), np.int32)
 
-    def visible_blocks(self, first: Mapping[int, int]) -> np.ndarray:
-        """Blocks with a cell that a token of some sequences, from `first` on, may see."""
-        return self._scanned(first) if self._scans else self._index.of(self.group.cells, first)
-
     def _scanned(self, first: Mapping[int, int]) -> np.ndarray:
         """Blocks with a cell that a token from `first` on may see, by their oldest such cell."""
         pos = self.cells.pos
@@ -221,13 +215,8 @@ class BlockIndex:
             known.add(new)
             self._lists.clear()
 
-    def of(self, cells: Cells, seq_ids: Iterable[int]) -> np.ndarray:
-        """Ascending blocks of the sequences, int32."""
-        found, n = self.padded(cells, seq_ids)
-        return found[: int(n)]
-
     def padded(self, cells: Cells, seq_ids: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
-        """As `of`, padded to all blocks, and how many it has."""
+        """Ascending blocks of the sequences, padded to all blocks, and how many they are."""
         key = tuple(sorted(set(seq_ids)))
         if key not in self._lists:
             for s in set(key) - self._of.keys():

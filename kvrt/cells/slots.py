@@ -110,11 +110,6 @@ class StepTokens:
         at = np.flatnonzero(np.diff(self.seq_ids, prepend=-1))
         return dict(zip(self.seq_ids[at].tolist(), self.pos[at].tolist(), strict=True))
 
-    @property
-    def first_behind(self) -> Mapping[int, int]:
-        """As `first`, of sequences without a block list of their own."""
-        return self.first
-
     def read_blocks(
         self, blocks: np.ndarray, slots: Int32[np.ndarray, " n"], block_size: int
     ) -> np.ndarray:

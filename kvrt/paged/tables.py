@@ -45,11 +45,11 @@ class BlockTables:
         # Positions from `start` on lie `gap` cells further on, after those of dropped tokens.
         self._start, self._gap = np.zeros(n_seq, np.int32), np.zeros(n_seq, np.int32)
         self._any_gap = self._any_head = False
-        # Where blocks of the arrays are larger: those of each table, and how many.
-        self._lists = (
-            self._ids if group.n_span == 1 else np.zeros((n_seq, n_array_blocks), np.int32)
-        )
+        # Where blocks of the arrays are larger, those of each table that nothing slides out of.
         self._is_wide = group.n_span > 1
+        self._is_listed = self._is_wide and group.kind == "full"
+        self._width = n_array_blocks if self._is_wide else n_entries
+        self._lists = np.zeros((n_seq, n_array_blocks * self._is_listed), np.int32)
         self._n_listed = np.zeros(n_seq, np.int32)
 
     def put(self, seq: int, table: Sequence[int], n_head: int = 0) -> Int32[np.ndarray, " n"]:
@@ -66,7 +66,6 @@ class BlockTables:
           The blocks that slid out of it.
         """
         ids, end = self._ids[seq], int(self._end[seq])
-        n_before = end
         self._head[seq] = n_head
         self._any_head |= n_head > 0
         if n_head:
@@ -85,16 +84,15 @@ class BlockTables:
         last = max(end - 1, lo)
         ids[last - lo : max(len(table) - lo, 0)] = table[last:]
         self._end[seq] = len(table)
-        if self._is_wide:
-            # Blocks that slid out, or slid before this sequence began, leave the list.
-            self._list_blocks(seq, None if lo > old or not n_before else table[n_before:])
+        if self._is_listed:
+            self._list_blocks(seq, end)
         return gone[gone != NULL]
 
     def shrink(self, seq: int, n: int) -> None:
         """A table has lost what was behind its first n entries, which held no token."""
         self._end[seq] = n
-        if self._is_wide:
-            self._list_blocks(seq, None)
+        if self._is_listed:
+            self._list_blocks(seq, 0)
 
     def drop(self, seq: int, table: Sequence[int], start: int, gap: int) -> None:
         """Takes over a table that blocks have left, see `BlockManager.drop`."""
@@ -163,21 +161,15 @@ class BlockTables:
           A block list a sequence, in order, and how many blocks it has.
         """
         # What is not read may hold anything in range.
-        tables = np.zeros((size, self._lists.shape[1]), np.int32)
+        tables = np.zeros((size, self._width), np.int32)
         n_blocks = np.zeros(size, np.int32)
-        if self._is_wide and self._kind in ("window", "chunked"):
-            # What has left the window since the table grew would be read in vain.
-            for i, (seq, n) in enumerate(zip(seqs.tolist(), n_tokens.tolist(), strict=True)):
-                found = self.block_list(seq, n)
-                tables[i, : len(found)], n_blocks[i] = found, len(found)
-            return tables, n_blocks
-        if self._is_wide:
+        if self._is_listed:
             n_blocks[: len(seqs)] = self._n_listed[seqs]
             width = int(n_blocks.max(initial=0))
             tables[: len(seqs), :width] = self._lists[seqs, :width]
             return tables, n_blocks
         start, n = self._seen(seqs, n_tokens)
-        if start.any():
+        if start.any() or self._is_wide:
             # A window has moved within the table; few sequences at a time do.
             entries = zip(seqs.tolist(), start.tolist(), n.tolist(), strict=True)
             for i, (seq, first, count) in enumerate(entries):
@@ -192,8 +184,7 @@ class BlockTables:
     def block_list(self, seq: int, n_tokens: int) -> Int32[np.ndarray, " n"]:
         """The block list of the token after the first n_tokens of a sequence."""
         start, n = self._seen(np.array([seq]), np.array([n_tokens], np.int32))
-        found = self._listed(seq, int(start[0]), int(n[0]))
-        return self.array_blocks(found) if self._is_wide else found
+        return self._listed(seq, int(start[0]), int(n[0]))
 
     def array_blocks(self, ids: Int32[np.ndarray, " n"]) -> Int32[np.ndarray, " m"]:
         """The blocks of the arrays that some blocks of the group lie in, each once, in order."""
@@ -221,13 +212,12 @@ class BlockTables:
         _, i, j = np.intersect1d(at, there, assume_unique=True, return_indices=True)
         return ids[i], others[j]
 
-    def _list_blocks(self, seq: int, new: Sequence[int] | None) -> None:
-        """Lists the blocks of the arrays that a table lies in, to which some were appended."""
-        ids = self.blocks(seq) if new is None else np.array(new, np.int32)
-        n, found = 0 if new is None else int(self._n_listed[seq]), self.array_blocks(ids)
-        if n:
-            known = set(self._lists[seq, :n].tolist())
-            found = [x for x in found.tolist() if x not in known]
+    def _list_blocks(self, seq: int, n_known: int) -> None:
+        """Lists the blocks of the arrays of a table, whose first n_known entries are listed."""
+        n = int(self._n_listed[seq]) if n_known else 0
+        known = set(self._lists[seq, :n].tolist())
+        new = self.array_blocks(self._ids[seq, n_known : self._end[seq]])
+        found = [x for x in new.tolist() if x not in known]
         self._lists[seq, n : n + len(found)] = found
         self._n_listed[seq] = n + len(found)
 
@@ -243,10 +233,11 @@ class BlockTables:
         return index - np.where(index >= self._head[seqs], self._lo[seqs], np.int32(0))
 
     def _listed(self, seq: int, start: int, n: int) -> Int32[np.ndarray, " n"]:
-        """Some entries of a table from `start` on, behind the sinks that lie before them."""
+        """The list of some entries of a table from `start` on, and of sinks before them."""
         n_sink = min(self._n_sink_blocks, start)
         ids = self._ids[seq, start : start + n]
-        return np.concatenate([self._ids[seq, :n_sink], ids]) if n_sink else ids
+        ids = np.concatenate([self._ids[seq, :n_sink], ids]) if n_sink else ids
+        return self.array_blocks(ids) if self._is_wide else ids
 
     def _seen(self, seqs: np.ndarray, n_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of each sequence, the first entry that is seen but for sinks, and how many are.

@@ -6,7 +6,6 @@ sequence and its drafts.
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -62,18 +61,6 @@ class StepBatch(StepTokens):
     decode: tuple[SeqState, ...]
     starts: Int32[np.ndarray, " d"]
     prompts: tuple[Chunk, ...]
-
-    @functools.cached_property
-    def first(self) -> Mapping[int, int]:
-        """See `StepTokens`."""
-        n = self.n_single
-        single = zip(self.seq_ids[:n].tolist(), self.pos[:n].tolist(), strict=True)
-        return {**dict(single), **self.first_behind}
-
-    @property
-    def first_behind(self) -> Mapping[int, int]:
-        """See `StepTokens`."""
-        return {c.seq_id: c.pos for c in self.prompts}
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:

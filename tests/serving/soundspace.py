@@ -35,9 +35,16 @@ def assert_sound(engine):
                 assert np.array_equal(cells.pos[slots], there)
                 assert owned(cells, state.seq_id)[slots].all()
             if group.n_span > 1:
-                listed = seq._lists[state.seq_id, : seq._n_listed[state.seq_id]].tolist()
-                assert len(set(listed)) == len(listed)
-                assert set(listed) == set((cells_of_table // seq.array_block).tolist())
+                n = np.array([state.n_computed - state.n_dropped], np.int32)
+                (ids,), (n_listed,) = seq.read(np.array([state.seq_id], np.int32), n, 1)
+                listed, mine_there = ids[:n_listed].tolist(), cells_of_table // seq.array_block
+                assert len(set(listed)) == len(listed) and set(listed) <= set(mine_there.tolist())
+                if group.kind == "full":
+                    assert set(listed) == set(mine_there.tolist())
+                elif state.schedule is None:
+                    seen = [i for i in there if i >= seq._floor(n)[0] or i < group.n_sink]
+                    slots = slots[np.isin(there, seen)]
+                    assert set(listed) >= set((slots // seq.array_block).tolist())
         if sum(x is of_pool for _, x in arrays._attended) == 1:
             assert not mine, "cells of a sequence that are in no block of its table"
 

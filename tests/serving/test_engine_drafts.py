@@ -349,6 +349,7 @@ def test_a_call_that_was_interrupted_is_taken_up(mode, monkeypatch):
     assert served(drafted, [ask("c", [*prompt, *text[:9]], 11)])["c", 0] == text[9:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fail_at", [2, 3, 4])
 def test_a_state_of_a_round_that_nobody_read_is_found_by_nobody(fail_at, monkeypatch):
     """Ctrl-C while a round is read, then the request is cancelled: its state has moved on."""

@@ -111,8 +111,6 @@ class Space:
         self._running: dict[int, SeqState] = {}
         # The step that was placed last, until its tokens are appended.
         self._placed: StepBatch | None = None
-        kinds = {g.pool for g in plan.groups if g.kind != "recurrent"}
-        self._pools_of_cells = [self.pools[i] for i in kinds]
         self.residency = Residency()
         self.sessions: SessionFiller | None = None
         sizes = [g.block_size for g in plan.groups if g.kind == "recurrent"]
@@ -243,7 +241,8 @@ class Space:
         if new is None:
             return None
         self._start(state, self._free.pop())
-        self.manager.keep_hits(seq_id, self._borders(state))
+        if self._checkpoints:
+            self.manager.keep_hits(seq_id, self._ends_to_keep(state))
         if reserved:
             self.manager.reserve(seq_id, reserved)
             self._n_ahead += state.n_ahead
@@ -275,7 +274,8 @@ class Space:
         """See `SchedulerSpace`."""
         if self._chunk_ends is None:
             return n
-        kept = (*self._borders(state), *([] if state.n_shared is None else [state.n_shared]))
+        borders = state.request.borders if self._checkpoints else ()
+        kept = (*borders, *([] if state.n_shared is None else [state.n_shared]))
         sizes = {"n_prompt": state.n_prompt, "n_tokens": len(state.tokens)}
         return self._chunk_ends.fit(start, n, **sizes, kept=kept)
 
@@ -370,10 +370,8 @@ class Space:
 
     # --- below ---------------------------------------------------------------------------------
 
-    def _borders(self, state: SeqState) -> tuple[int, ...]:
-        """Where checkpoints of a prompt are worth keeping beside the regular ones."""
-        if not self._checkpoints:
-            return ()
+    def _ends_to_keep(self, state: SeqState) -> tuple[int, ...]:
+        """Where checkpoints of a prompt are kept, but for those that the manager's rules keep."""
         every = self._interval if self._in_cells else 0
         regular = range(every, state.n_prompt + 1, every) if every else ()
         return (*state.request.borders, *regular)
@@ -381,7 +379,7 @@ class Space:
     def _plan_ahead(self) -> None:
         """Says whether samples get cells in advance; takes those back that they have, if not."""
         n = _PLENTY * _STRIDE * self.n_seq_max
-        is_plenty = all(pool.n_free >= n for pool in self._pools_of_cells)
+        is_plenty = all(self.pools[i].n_free >= n for i in self._arrays.store_of)
         had, self.manager.has_plenty = self.manager.has_plenty, is_plenty
         for seq_id, state in self._running.items() if had and not is_plenty else ():
             if self.manager.shrink(seq_id, state.n_computed - state.n_dropped):

@@ -57,14 +57,6 @@ def part_of(pos: Int32[np.ndarray, " n"], end: int, blocks: Sequence[KVBlock]) -
     )
 
 
-def part_of_tail(tail: TailPart, end: int) -> GroupPart:
-    """The window of a checkpoint as the cells of sequence 0; the others of [0, end) are lost."""
-    order = np.argsort(tail.pos, kind="stable")
-    pieces = [order[i : i + BLOCK_CELLS] for i in range(0, len(order), BLOCK_CELLS)]
-    blocks = [KVBlock(k=kv_arrays.some(tail.k, i), v=kv_arrays.some(tail.v, i)) for i in pieces]
-    return part_of(tail.pos[order], end, blocks)
-
-
 def tail_of(part: GroupPart) -> TailPart:
     """Cells of sequence 0 as the window of a checkpoint."""
     k, v = ([getattr(x, side) for x in part.blocks] for side in "kv")
