@@ -30,8 +30,12 @@ CANCEL = ()  # instead of requests: the oldest one that is served is cancelled
 ALL = (*COUNTED, "n_steps", "tokens", "prefix", "sequences")
 
 
-def pair(kind, mode, n_ctx=600, **options):
-    """Two engines that differ in whether steps run ahead; those with windows are compiled."""
+def pair(kind, mode, n_ctx=3000, **options):
+    """Two engines that differ in whether steps run ahead; those with windows are compiled.
+
+    All histories of a run fit into their cells: what runs ahead takes one earlier, so that other
+    texts would leave the cache.
+    """
     rules = Rules(n_batch=N_BATCH, n_ctx_seq=48)
     with installed() if kind == "full" else contextlib.nullcontext():
         made = [make(kind, mode, rules=rules, n_ctx=n_ctx, **options) for _ in range(2)]
