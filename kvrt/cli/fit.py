@@ -18,6 +18,7 @@ from kvrt.cli.setup.policy import layers_of_spec, policy_of_batch
 from kvrt.config import MAX_POS, Indexed
 from kvrt.errors import UsageError
 from kvrt.options.cache import CacheConfig
+from kvrt.options.engine import EngineConfig
 from kvrt.options.serving import Rules
 from kvrt.options.size import show_size
 from kvrt.policies import by_position
@@ -95,7 +96,8 @@ def _estimated(options: FitOptions, spec: DecoderSpec, config: CacheConfig) -> E
     kept = layers.groups, layers.recurrent, layers.config
     if options.mode == "paged":
         rules = Rules(n_batch=config.n_ubatch, n_ctx_seq=config.n_ctx // config.n_seq_max)
-        found = estimate.of_blocks(*kept, plan=engine_plan(*kept, rules, drops))
+        engine = EngineConfig(mode="paged", rules=rules)
+        found = estimate.of_blocks(*kept, plan=engine_plan(*kept, engine, drops))
     else:
         found = estimate.of_cells(*kept, n_pinned=drops.n_keep if drops else 0)
     if not layers.scored or spec.recurrent is not None:

@@ -256,7 +256,6 @@ class CacheConfig:
         "policy drops from the layers with attention alone: states have all tokens",
         group="Context",
         advanced=True,
-        decides=None,
     )
     n_checkpoints: int = _cache(
         0,

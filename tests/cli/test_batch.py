@@ -1,6 +1,7 @@
 """`kvrt batch` on the tiny model: the text of `kvrt run`, and the same after an interruption."""
 
 import json
+from pathlib import Path
 
 import pytest
 from test_grp_attn import PAPER
@@ -118,6 +119,27 @@ def test_an_endless_request_says_what_a_run_with_a_context_shift_says(batch, go,
     # The line says what the flags said, so the first results are of it; but not in another context.
     assert "2 were there already" in batch(*flags, "--keep", 9).err
     fails(batch(*flags, "--n_ctx_seq", 40, lines=[line, short]), 2, "other flags")
+
+
+@pytest.mark.slow
+def test_an_endless_request_of_a_hybrid_says_what_a_run_says(kvrt, go, tmp_path, written):
+    """States keep what attention drops: the line and the summary say so."""
+    folder, asks = Path(__file__).parents[1] / "golden" / "hf" / "bamba", tmp_path / "in.jsonl"
+    line = {"id": "a", "prompt": TEXTS[0], "n_predict": 40, "temp": 0, "ignore_eos": True}
+    asks.write_text(json.dumps(line) + "\n")
+    keep = ["--on_states", "keep", "--keep", 2, "-m", folder]
+    for mode in ("paged", "cell"):
+        flags = ["-i", asks, "-o", tmp_path / "out.jsonl", "--mode", mode, "--block_size", 8]
+        flags += ["--n_ctx_seq", 32, "-c", 64, "--policy", "context_shift"]
+        fails(kvrt("batch", *flags, *keep[2:]), 2, "set on_states to 'keep'")
+        done = kvrt("batch", *flags, *keep)
+        assert done.code == 0, done.err
+        (found,) = written()
+        one = alone(go, line, "-c", 32, "--ignore_eos", *keep)
+        assert found["tokens"] == one["tokens"] and len(found["tokens"]) == 40
+        (why,) = found["approximations"]
+        assert why == one["approximations"][0] and why["on_states"] == "keep"
+        (tmp_path / "out.jsonl").unlink()
 
 
 @pytest.mark.slow

@@ -9,7 +9,9 @@ from kvrt.errors import BadConfig
 from tests.marks import slow
 from tests.matrix import build as builds
 from tests.matrix.axes import Cell
-from tests.matrix.history import outcome
+from tests.matrix.engine_history import EngineHistory
+from tests.matrix.history import RuntimeHistory, outcome
+from tests.matrix.plainmodel import drawn, pieces
 from tests.serving.engines import MODELS, alone, ask, served
 from tests.toys import ToyLm
 
@@ -29,14 +31,52 @@ CELLS = [
 ]
 
 
+def kept_states(cell, made=builds.config_of):
+    return dataclasses.replace(made(cell), on_states="keep")
+
+
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_attention_drops_and_states_have_all_tokens(cell, monkeypatch):
-    def kept(cell, made=builds.config_of):
-        return dataclasses.replace(made(cell), on_states="keep")
-
-    monkeypatch.setattr(builds, "config_of", kept)
+    monkeypatch.setattr(builds, "config_of", kept_states)
     found = outcome(cell)
     assert found.kind == "equal", found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["runtime", "engine_cells", "engine_paged"])
+@pytest.mark.parametrize("policy", ["context_shift", "attention_sinks"])
+def test_many_drops_leave_the_newest_state(policy, where, monkeypatch):
+    """Drops leave gaps in the tables of a request, of which its states know nothing."""
+    monkeypatch.setattr(builds, "config_of", kept_states)
+    cell = Cell(policy=policy, layers="full+recurrent", where=where)
+    made, sizes = builds.build(cell), builds.sizes_of(cell)
+    prompt = drawn(2, sizes.n_prompt)
+    if where == "runtime":
+        history = RuntimeHistory(cell, made)
+        for part in pieces(prompt, sizes.n_step):
+            history.append("the prompt", part)
+        for i, token in enumerate(drawn(3, 120)):
+            history.append(f"decode {i}", [token])
+        assert len(made.stats().drops) >= 3
+        return
+    history = EngineHistory(cell, made)
+    history.ask("a", prompt, 150)
+    history.finish()
+    history.compare("a")
+    assert made.stats().drops["events"] >= 3
+
+
+@pytest.mark.parametrize("mode", ["cell", "paged"])
+def test_an_engine_of_one_sequence_serves_whole_contexts(mode):
+    """A hit within a block of states copies one beside that which is read and written."""
+    config = CacheConfig(n_ctx=128, n_seq_max=1, block_size=16, n_ubatch=8)
+    fine = 8 if mode == "paged" else None
+    engine = Engine(MODELS["recurrent"](), config, EngineConfig(mode=mode, hash_block_size=fine))
+    first = ask("first", list(range(9)), 60)
+    text = alone("recurrent", first)
+    assert served(engine, [first]) == {("first", 0): text}
+    again = ask("again", [*range(9), *text[:30], 5], 60)
+    assert served(engine, [again]) == {("again", 0): alone("recurrent", again)}
 
 
 def test_what_has_no_attention_or_no_states_is_refused():

@@ -21,6 +21,7 @@ from kvrt.errors import BadConfig
 from kvrt.paged.layout.groups import group_layers, layer_caches
 from kvrt.paged.layout.sizing import for_tokens
 from kvrt.program import estimate
+from kvrt.serving.sizing.pool_sizes import engine_plan
 from kvrt.sizes import rounded_up
 from tests.toys import HybridLm, ToyLm
 
@@ -74,9 +75,9 @@ SIZES = CONFIGS | {"checkpoints": dataclasses.replace(next(iter(CONFIGS.values()
 def test_an_engine_takes_what_was_said(model, mode, config):
     model, n_batch = model(), max(config.n_ubatch, config.n_seq_max)
     config = dataclasses.replace(config, n_rs_seq=0, n_ubatch=n_batch)
-    page = 1 if mode == "cell" else None
-    said = estimate.of_blocks(model.groups, model.recurrent, config, page=page)
-    engine = Engine(model, config, EngineConfig(mode=mode))
+    engine, of = Engine(model, config, EngineConfig(mode=mode)), (model.groups, model.recurrent)
+    plan = engine_plan(*of, config, engine.options, None)
+    said = estimate.of_blocks(*of, config, plan=plan, page=1 if mode == "cell" else None)
     cache, space = engine.device.cache, engine.space
     made = n_bytes(cache.stores) + n_bytes(cache.states)
     assert said.cache_bytes + said.checkpoint_bytes == made

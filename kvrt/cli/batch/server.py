@@ -271,7 +271,10 @@ class _Live:
         n_prompt, drop = len(self.request.tokens), None
         if sample.n_before_drop is not None:
             drop = Approximation(
-                by=self._policy, from_token=sample.n_before_drop, n_dropped=sample.n_dropped
+                by=self._policy,
+                from_token=sample.n_before_drop,
+                n_dropped=sample.n_dropped,
+                states=limits.config.on_states == "keep",
             )
         counts = AnswerCounts(
             n_prompt=n_prompt,

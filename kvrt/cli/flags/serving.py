@@ -216,7 +216,7 @@ class BatchOptions(
     BatchPolicyFlags,
     BlockFlags,
     SelectFlags,
-    flags_of_config(CacheConfig, without="n_ubatch n_rs_seq on_states"),
+    flags_of_config(CacheConfig, without="n_ubatch n_rs_seq"),
     SamplingFlags,
     DraftFlags,
     LengthFlags,

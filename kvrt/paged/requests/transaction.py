@@ -105,7 +105,8 @@ class Transactions:
             past.append(first)
             slid.append(gone)
             n = kind.n_new(len(table), request.cell(g, n_tokens), n_lookahead)
-            if n and kind.keeps_states and len(table) > ceil_div(start, kind.block_size):
+            n_there = ceil_div(request.cell(g, start), kind.block_size)
+            if n and kind.keeps_states and len(table) > n_there:
                 moved.append(g)
                 n = 0
             n_new.append(n)

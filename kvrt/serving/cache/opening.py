@@ -50,15 +50,7 @@ def open_space(
     place, divided = placement(mesh, config)
     layers = layers_of(model, divided, scored)
     _check_extend(config, layers.groups)
-    assert options.rules is not None, "an engine has rules"
-    plan = engine_plan(
-        layers.groups,
-        layers.recurrent,
-        layers.config,
-        options.rules,
-        drops,
-        page=options.page(config),
-    )
+    plan = engine_plan(layers.groups, layers.recurrent, layers.config, options, drops)
     layout, group_of = paged_layout(
         layers.groups, layers.recurrent, plan, layers.config, options.fine(config)
     )

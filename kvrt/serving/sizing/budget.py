@@ -63,7 +63,7 @@ def budget_line(
     assert rules is not None and rules.n_ctx_seq is not None, "the options were checked"
     n_bytes = _bytes_of(groups, recurrent, config, options, policy)(config.n_ctx)
     n_most, n_blocks = config.n_ctx // rules.n_ctx_seq, ""
-    plan = engine_plan(groups, recurrent, config, rules, policy, page=options.page(config))
+    plan = engine_plan(groups, recurrent, config, options, policy)
     sizes = [most_blocks(g, rules.n_ctx_seq, 1, rules.n_batch) for g in plan.groups]
     for i, pool in enumerate(plan.pools):
         need = sum(n for n, g in zip(sizes, plan.groups, strict=True) if g.pool == i)
@@ -90,10 +90,7 @@ def _bytes_of(
 
     def n_bytes(n_ctx: int) -> int:
         sized = dataclasses.replace(config, n_ctx=n_ctx)
-        assert options.rules is not None, "an engine has rules"
-        plan = engine_plan(
-            groups, recurrent, sized, options.rules, policy, page=options.page(config)
-        )
+        plan = engine_plan(groups, recurrent, sized, options, policy)
         tails = estimate.paged_tail_bytes(groups, plan, sized, options.fine(config))
         return n_host + estimate.plan_bytes(plan, sized) + tails
 

@@ -4,7 +4,7 @@ import dataclasses
 
 from kvrt.config import GroupSpec, RecurrentSpec
 from kvrt.options.cache import CacheConfig
-from kvrt.options.serving import Rules
+from kvrt.options.engine import EngineConfig
 from kvrt.paged.kinds import kind_of
 from kvrt.paged.layout.checkpoints import with_checkpoints
 from kvrt.paged.layout.groups import group_layers, layer_caches
@@ -17,17 +17,17 @@ def engine_plan(
     groups: tuple[GroupSpec, ...],
     recurrent: RecurrentSpec | None,
     config: CacheConfig,
-    rules: Rules,
+    options: EngineConfig,
     policy: Policy | None,
-    *,
-    page: int | None = None,
 ) -> PagedPlan:
     """Groups, and pools with room for n_ctx tokens of n_seq_max sequences together.
 
-    Of windows there is what requests with the engine's policy take of them, too. `page` as of
-    `layer_caches`.
+    Of windows there is what requests with the engine's policy take of them, too. `options` have
+    rules.
     """
-    grouping = group_layers(layer_caches(groups, recurrent, config, page))
+    rules = options.rules
+    assert rules is not None, "an engine has rules"
+    grouping = group_layers(layer_caches(groups, recurrent, config, options.page(config)))
     plan = for_tokens(
         grouping,
         n_tokens=config.n_ctx,
@@ -35,6 +35,8 @@ def engine_plan(
         n_inflight=rules.n_batch,
     )
     plan = with_checkpoints(plan, grouping, config)
+    if options.fine(config) is not None and config.n_seq_max == 1:
+        plan = _with_a_copied_state(plan)
     if policy is None:
         return plan
     n_ctx = min(rules.n_ctx_seq or config.n_ctx, config.n_ctx)
@@ -51,5 +53,18 @@ def engine_plan(
     pools = (
         dataclasses.replace(pool, n_blocks=pool.n_blocks + n)
         for pool, n in zip(plan.pools, n_more, strict=True)
+    )
+    return dataclasses.replace(plan, pools=tuple(pools))
+
+
+def _with_a_copied_state(plan: PagedPlan) -> PagedPlan:
+    """One state more: a hit that ends within a block copies one, beside that read and written.
+
+    Of several sequences the others have it.
+    """
+    (pool,) = {g.pool for g in plan.groups if g.kind == "recurrent"} or {None}
+    pools = (
+        dataclasses.replace(x, n_blocks=x.n_blocks + 1) if i == pool else x
+        for i, x in enumerate(plan.pools)
     )
     return dataclasses.replace(plan, pools=tuple(pools))
