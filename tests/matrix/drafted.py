@@ -39,15 +39,11 @@ ON_MESH = (
     Cell(layers="full+recurrent", devices="mesh", speculation="wrong"),
     whole(where="engine_paged", dtype="int8", devices="mesh", speculation="wrong"),
 )
-# By what is said when the object is made, a cell that is refused.
-NOT_DRAFTED = {
-    "share scales by tokens: a group is quantized between two tokens": Cell(
-        dtype="kivi4", speculation="ngram"
-    ),
-    "see each other's latents as they were computed": Cell(
-        where="engine_paged", layers="latent", dtype="int8", speculation="wrong"
-    ),
-}
+# Refused when the object is made.
+NOT_DRAFTED = (
+    Cell(dtype="kivi4", speculation="ngram"),
+    Cell(where="engine_paged", layers="latent", dtype="int8", speculation="wrong"),
+)
 
 
 def speculation_of(cell):

@@ -214,6 +214,13 @@ class ScoredPolicy(ScoreSizes, abc.ABC):
         )
 
     @property
+    def traits(self) -> dict[str, str]:
+        """What of it does not go with everything, see `kvrt.options.compose`."""
+        found = {"close_up": self.close_up, "reads whole": self.reads_whole}
+        name = type(self).__name__
+        return {"policy by score": name} | {trait: name for trait, x in found.items() if x}
+
+    @property
     def recent(self) -> int:
         """Newest positions that are not evicted."""
         return 32 if self.n_recent is None else self.n_recent

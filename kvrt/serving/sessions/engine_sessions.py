@@ -12,7 +12,6 @@ from kvrt.cache.cell_cache import layers_of
 from kvrt.cellcache import history
 from kvrt.errors import (
     BadConfig,
-    BadRequest,
     BadSequence,
     BadSession,
     CacheFull,
@@ -20,6 +19,7 @@ from kvrt.errors import (
     SessionMismatch,
     UsageError,
 )
+from kvrt.options.compose import check_together
 from kvrt.options.engine import EngineConfig
 from kvrt.policies import AnyPolicy, Schedule
 from kvrt.program.device import Device
@@ -150,18 +150,9 @@ class EngineSessions:
         """
         if request.private_prefix is None:
             return request
-        why = ""
-        if not self._options.prefix_cache:
-            why = "goes into the prefix cache, and there is none; set prefix_cache"
-        elif schedule is not None:
-            why = (
-                "is found as long as nothing of it moves, and its policy or SelfExtend would move "
-                "it; shorten the request, or turn that off"
-            )
-        elif jax.process_count() > 1:
-            why = "is read by one process, and there are several; serve it with one"
-        if why:
-            raise BadRequest(f"{request.name}: a private prefix {why}")
+        found = {"moving request": schedule, "several processes": jax.process_count() > 1}
+        here = {name: "" for name, x in found.items() if x}
+        check_together({"private prefix": request.name}, self._options.traits, here)
         self._space.sessions = self
         return dataclasses.replace(request, salt=new_salt())
 
