@@ -134,8 +134,6 @@ _NOT_BUILT = {
     "out",
     "policy by score | full layer that reads": "{full layer that reads}, which {policy by score} "
     "evicts before it runs, by what that one alone attends to; use a policy by position",
-    "reads whole | engine": "{reads whole} has a prompt repeated when it was read whole, and an "
-    "engine reads prompts in parts, once; use SnapKV, or compress_prompt with a Runtime",
     "select | unrotated keys": "select compares labels of keys as they are stored, and RoPE pairs "
     "channels and moves extremes, so unrotated keys have none; use rope='write'",
     "select | mesh": "select needs labels of all cells on one device; leave mesh out",

@@ -216,9 +216,8 @@ class ScoredPolicy(ScoreSizes, abc.ABC):
     @property
     def traits(self) -> dict[str, str]:
         """What of it does not go with everything, see `kvrt.options.compose`."""
-        found = {"close_up": self.close_up, "reads whole": self.reads_whole}
         name = type(self).__name__
-        return {"policy by score": name} | {trait: name for trait, x in found.items() if x}
+        return {"policy by score": name} | ({"close_up": name} if self.close_up else {})
 
     @property
     def recent(self) -> int:
