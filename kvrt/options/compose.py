@@ -152,8 +152,8 @@ _NOT_BUILT = {
     "point, not {few bits} bits; use 'pallas_gpu'",
     "drafts | select": "a round reads all cells for several tokens, and select lets single steps "
     "read some: with drafts the text would be another; leave one of them out",
-    "drafts | latent + rounded": "the tokens of a round see each other's latents as they were "
-    "computed, single steps as a cache of {rounded} has them; use f32, or no drafts",
+    "drafts | indexer + rounded": "the tokens of a round choose by each other's index keys as they "
+    "were computed, single steps as a cache of {rounded} has them; use f32, or no drafts",
     "LayerSkip | states": "LayerSkip drafts by attention layers; this model has recurrent ones, "
     "whose states of refused drafts cannot be taken back: use PromptLookup or DraftModel",
     "n_rs_seq + engine | drafts": "n_rs_seq is {n_rs_seq}, and a round of drafts keeps one state "
