@@ -38,9 +38,8 @@ def open_space(
         no room for a request, or there are too few devices.
     """
     drops, scored = by_position(policy), policy if isinstance(policy, ScoredPolicy) else None
-    # Requests may have another policy by position: `Contexts` refuses those, and this one.
     on_mesh = {"mesh": ""} if mesh is not None else {}
-    layers = layers_of(model, config, scored, options.traits, on_mesh)
+    layers = layers_of(model, config, policy, options.traits, on_mesh)
     sized = fit_budget(layers.groups, layers.recurrent, layers.config, options, drops)
     if sized.n_ctx != config.n_ctx:
         config = dataclasses.replace(config, n_ctx=sized.n_ctx)
