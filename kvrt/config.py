@@ -244,6 +244,19 @@ class GroupSpec:
         return self.latent_rank or self.head_dim
 
     @property
+    def traits(self) -> dict[str, str]:
+        """What of these layers does not go with everything, see `kvrt.options.compose`."""
+        found = {"indexer": ""} if self.indexed else {}
+        found |= {"latent": ""} if self.latent_rank else {}
+        if self.mask.kind == "full" and self.latent_rank:
+            found["full latent"] = ""
+        if self.mask.kind == "full" and self.kv_of:
+            layer, read = self.kv_of[0]
+            says = f"layer {layer} reads the keys and values of layer {read}"
+            found["full layer that reads"] = says
+        return found
+
+    @property
     def score_scale(self) -> float:
         """`scale`, or what it is where the model says nothing."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
@@ -275,6 +288,27 @@ class RecurrentSpec:
         """Arrays of the state of each layer in `layers`."""
         same = tuple(StateArray(shape=shape) for shape in self.shapes)
         return self.by_layer or (same,) * len(self.layers)
+
+
+def layer_traits(
+    groups: Sequence[GroupSpec], recurrent: RecurrentSpec | None, n_dense: int = 0
+) -> dict[str, str]:
+    """Traits of a model's layers together, as `GroupSpec.traits`.
+
+    Args:
+      groups: its attention layers.
+      recurrent: its layers with a state.
+      n_dense: first layers that do not count among those that see every position.
+    """
+    found = {name: words for group in groups for name, words in group.traits.items()}
+    own = [g for g in groups if g.mask.kind != "full" or g.rope is None]
+    if own:
+        found["some windows" if len(own) < len(groups) else "only windows"] = str(own[0].layers[0])
+    if not any(g.mask.kind == "full" and g.layers[-1] >= n_dense for g in groups):
+        found["no full layer"] = str(n_dense)
+    if recurrent is None:
+        return found | {"no states": ""}
+    return found | {"states": "", "some states" if groups else "only states": ""}
 
 
 def __getattr__(name: str) -> object:

@@ -7,15 +7,17 @@ tests compare with an oracle. Nothing is run here.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from kvrt.options import compose
 from scripts._lib import commands
 from tests.matrix import covering
-from tests.matrix.axes import AXES, DEBTS, MEANING, REFUSED, RULES, Cell, Rule
+from tests.matrix.axes import AXES, MEANING, Cell
 from tests.matrix.drafted import DRAFTED, NOT_DRAFTED
 from tests.matrix.families import FAMILIES, LIMIT
 from tests.matrix.indexed import INDEXED, NOT_INDEXED
+from tests.matrix.rules import DEBTS, REFUSED, RULES, Rule, traits_of
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "support.md"
 
@@ -63,17 +65,17 @@ def page() -> str:
 def entry(a: str, x: str, b: str, y: str) -> str:
     """What is known of two values."""
     found = covering.cell_of(a, x, b, y)
-    about = [r for r in RULES if _says(r, a, x) and _says(r, b, y)]
-    ids = ", ".join(r.id for r in about if {a, b} <= set(r.when))
+    ids = ", ".join(r.id for r in RULES if _is_about(r, (a, x), (b, y)))
     if found is not None:
         number = str(covering.pairs().index(found) + 1)
         return f"{number} ({ids})" if ids else number
     return ids or " and ".join(r.id for r in covering.reasons(a, x, b, y))
 
 
-def _says(rule: Rule, axis: str, value: str) -> bool:
-    """Whether a rule does not spare a value."""
-    return axis not in rule.when or value in rule.when[axis].split()
+def _is_about(rule: Rule, *values: tuple[str, str]) -> bool:
+    """Whether a rule forbids two values together, or with others."""
+    pairs = itertools.permutations(rule.needs, len(values))
+    return any(all(x in need for x, need in zip(values, two, strict=True)) for two in pairs)
 
 
 def _table(a: str, b: str) -> str:
@@ -136,19 +138,24 @@ def _indexed() -> str:
     return _beside(lines, "test_matrix_indexed.py", INDEXED, NOT_INDEXED)
 
 
-def _beside(
-    lines: Sequence[str], test: str, cells: Sequence[Cell], refused: Mapping[str, Cell]
-) -> str:
-    """A section of cells that stand beside the pairs; those refused by what is said."""
+def _beside(lines: Sequence[str], test: str, cells: Sequence[Cell], refused: Sequence[Cell]) -> str:
+    """A section of cells that stand beside the pairs, and of those that are refused."""
     proved = [f"- `{test}[{cell}]`" for cell in cells]
-    others = [f"- refused, `{cell}`: {says}" for says, cell in refused.items()]
+    rules = [(cell, compose.refusal(traits_of(cell))) for cell in refused]
+    others = [f"- refused, `{cell}`: {rule[1]}" for cell, rule in rules if rule]
     return "\n".join([*lines, *proved, *others]) + "\n"
+
+
+def _either(need: Sequence[tuple[str, str]]) -> str:
+    """Some values, by axis."""
+    of = {axis: ", ".join(x for a, x in need if a == axis) for axis, _ in need}
+    return " or ".join(f"{axis} {values}" for axis, values in of.items())
 
 
 def _rules(title: str, rules: Sequence[Rule]) -> str:
     lines = [f"## {title}\n", *([] if rules else ["None."])]
     for r in rules:
-        when = " and ".join(f"{axis} {', '.join(v.split())}" for axis, v in r.when.items())
+        when = " and ".join(map(_either, r.needs))
         kind = "" if r.kind in ("refused", "absent") else f" ({r.kind})"
         first, *others = covering.witnesses(r)
         more = f" and {len(others)} more" if others else ""

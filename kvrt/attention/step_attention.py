@@ -222,12 +222,12 @@ class StepAttention:
                 "they were before the first of them"
             )
         q, k, v = tokens
+        rank, cached_v = here.group.latent_rank, one_by_one.as_cached(qkv.v, kv.v)
+        cached = one_by_one.as_cached((k if self.unrotated else qkv.k)[:, :, rank:], kv.k)
+        cached = jnp.concatenate([cached_v, cached], axis=2) if rank else cached
         if self.unrotated:
-            k = self.arguments(here, part, q, one_by_one.as_cached(k, kv.k), v, None)[0].k
-        else:
-            k = one_by_one.as_cached(qkv.k, kv.k)
-        v = one_by_one.as_cached(qkv.v, kv.v)
-        return one_by_one.attend_one_by_one((qkv, kv, view, how), k, v)
+            cached = self.arguments(here, part, q, cached, v, None)[0].k
+        return one_by_one.attend_one_by_one((qkv, kv, view, how), cached, cached_v)
 
     def shared(self, layer: int, *, gives_none: bool) -> tuple[Array, Array]:
         """The step's own keys and values of the layer that a layer reads.

@@ -22,10 +22,11 @@ from kvrt.cellcache.contents import CacheContents
 from kvrt.cellcache.host_cells import HostCells
 from kvrt.cells import check_seq_id, n_used
 from kvrt.cells.edits import Copy, Keep, Remove, SeqEdit
-from kvrt.config import GroupSpec
-from kvrt.errors import BadConfig, CannotRewind, UsageError
+from kvrt.config import GroupSpec, layer_traits
+from kvrt.errors import CannotRewind, UsageError
 from kvrt.options.cache import CacheConfig
-from kvrt.policies import AnyPolicy, Policy, ScoredPolicy, by_position
+from kvrt.options.compose import Traits, check_together
+from kvrt.policies import AnyPolicy, Policy, ScoredPolicy, by_position, policy_traits
 from kvrt.policies.self_extend import extend_schedule
 from kvrt.program.device import Device
 from kvrt.program.layout import cell_layout
@@ -54,22 +55,29 @@ class CellCache:
         """Takes both sides, empty.
 
         Raises:
-          BadConfig: the policy, SelfExtend or checkpoints do not fit the cache or the model.
+          BadConfig: the policy or checkpoints do not fit the cache.
         """
         config: CacheConfig = device.spec.config
         if policy:
             checks.n_keep(policy.n_keep, config.n_ctx)
-        if config.self_extend:
-            specs = device.layout.groups
-            checks.self_extend(config.self_extend, specs, shifts=policy is not None)
-        if host.states is not None and policy is not None:
-            checks.recurrent_layers(config, attends=bool(host.groups))
         self.host, self.device, self.config, self.policy = host, device, config, policy
         self.extend, self.reached = extend_schedule(config), dict[int, int]()
         self.checkpoints = open_checkpoints(host, device, config)
         self.logits = LastLogits()
         self.counts = Counts()
         self.restored_select: Mapping[str, Any] | None = None
+
+    @property
+    def traits(self) -> dict[str, str]:
+        """What of it does not go with every call, see `kvrt.options.compose`."""
+        host, layout = self.host, self.device.layout
+        found = {
+            "one order": host.rolls or host.states is not None,
+            "mesh": self.device.spec.shards is not None,
+            "only slots of heads" if layout.scored else "no complete layer": not host.complete,
+        }
+        own = policy_traits(self.policy) | {name: "" for name, x in found.items() if x}
+        return {**self.config.traits, **layer_traits(layout.groups, layout.recurrent), **own}
 
     def check_seq_id(self, seq_id: int) -> int:
         """Refuses a sequence that does not exist, else returns it; raises BadSequence."""
@@ -220,20 +228,7 @@ class CellCache:
     def to_blocks(self, seq_id: int) -> int:
         """See `Runtime.to_blocks`."""
         self.check_seq_id(seq_id)
-        if not self.may_lie_in_blocks:
-            raise BadConfig(
-                f"sequence {seq_id} cannot lie in blocks, where the position is the place: "
-                f"{'a policy' if self.policy else 'SelfExtend'} moves positions; do without it, "
-                "or use an Engine in paged mode"
-            )
-        if not self.host.complete:
-            remedy = (
-                "leave the policy by score out" if self.device.layout.scored else "set swa_full"
-            )
-            raise BadConfig(
-                f"sequence {seq_id} cannot lie in blocks: no layer of this model keeps the cells "
-                f"of all positions; {remedy}"
-            )
+        check_together({"blocks": f"sequence {seq_id}"}, self.traits)
         after, copies = contents.to_blocks(self.host.contents, seq_id, self.config.block_size)
         self.copy_cells(copies)
         self.host.commit(after)
@@ -316,10 +311,10 @@ def open_cell_cache(
     """An empty cell cache for a model; with a policy it pins what that never drops.
 
     Raises:
-      BadConfig: the policy, or SelfExtend, does not fit the cache or the model, or groups lack
-        layers.
+      BadConfig: the policy, SelfExtend and what else is asked for do not go together, or with the
+        model, or groups lack layers.
     """
-    layers = layers_of(model, config, policy)
+    layers = layers_of(model, config, policy, {"mesh": ""} if place else {})
     drops = by_position(policy)
     n_pinned = drops.n_keep if drops else None
     layout = cell_layout(layers.groups, layers.recurrent, layers.config, n_pinned or 0)
@@ -329,10 +324,13 @@ def open_cell_cache(
     return CellCache(host, device, drops)
 
 
-def layers_of(model: Decoder, config: CacheConfig, policy: AnyPolicy | None) -> LayerKinds:
-    """The layers of a model by what keeps them under a policy; raises BadConfig."""
+def layers_of(
+    model: Decoder, config: CacheConfig, policy: AnyPolicy | None, *others: Traits
+) -> LayerKinds:
+    """The layers of a model by what keeps them; raises BadConfig as `checks.together`."""
     specs: Sequence[GroupSpec] = model.groups  # pyright: ignore[reportAttributeAccessIssue]
     recurrent = model.recurrent  # pyright: ignore[reportAttributeAccessIssue]
+    checks.together(specs, recurrent, config, policy, *others)
     scored = policy if isinstance(policy, ScoredPolicy) else None
     asked = query_heads(model) if scored and scored.observed_by.queries else {}
     return by_kind(specs, recurrent, config, scored, asked)

@@ -8,12 +8,15 @@ import numpy as np
 from flax import nnx
 
 from kvrt.arrays import TokenIds
-from kvrt.config import MAX_POS, GroupSpec
+from kvrt.config import MAX_POS, GroupSpec, RecurrentSpec, layer_traits
 from kvrt.drafts.drafter import Speculation
 from kvrt.errors import BadConfig, BadRange, BadToken, CacheFull
 from kvrt.kv_types import any_by_channel
-from kvrt.options.cache import CacheConfig, SelfExtend
-from kvrt.policies import AnyPolicy
+from kvrt.options.cache import CacheConfig
+from kvrt.options.compose import Traits, check_together
+from kvrt.policies import AnyPolicy, policy_traits
+from kvrt.program.layout import Layout
+from kvrt.sizes import types_of
 
 
 def settled(model: Any, config: Any, policy: Any) -> CacheConfig:
@@ -41,10 +44,33 @@ def settled(model: Any, config: Any, policy: Any) -> CacheConfig:
             f"the policy is of type {type(policy).__name__}; give one of kvrt.policies, or an "
             "object with the members of kvrt.Policy"
         )
-    states: Any = model.recurrent  # pyright: ignore[reportAttributeAccessIssue]
-    if config.on_states == "keep" and states is None:
-        raise BadConfig("on_states is 'keep', and the model has no recurrent layers; leave it out")
     return config.for_platform(jax.default_backend())
+
+
+def together(
+    groups: Sequence[GroupSpec],
+    recurrent: RecurrentSpec | None,
+    config: CacheConfig,
+    policy: AnyPolicy | None,
+    *others: Traits,
+) -> None:
+    """Refuses a cache of things that do not go together: the door of Runtime, Engine and commands.
+
+    Args:
+      groups: attention layers of a model.
+      recurrent: its layers with a state.
+      config: sizes and types.
+      policy: by position or by score.
+      others: traits of an engine, and of a mesh.
+
+    Raises:
+      BadConfig: a rule of `kvrt.options.compose` forbids them.
+    """
+    layers = layer_traits(groups, recurrent, config.select.n_dense if config.select else 0)
+    for group, (type_k, _) in zip(groups, types_of(groups, config), strict=True):
+        if group.mask.kind == "full" and any_by_channel(type_k):
+            layers["full keys by channel"] = type_k
+    check_together(config.traits, layers, policy_traits(policy), *others)
 
 
 def token_ids(tokens: TokenIds, n_vocab: int) -> np.ndarray:
@@ -119,29 +145,13 @@ def free_cells(n: int, n_free: int, n_ctx: int, *, shifts: bool) -> None:
         )
 
 
-def recurrent_layers(config: CacheConfig, *, attends: bool) -> None:
-    """Refuses a policy by position where layers are recurrent, unless states are to be kept.
-
-    Raises:
-      BadConfig: they are not, or no layer has attention.
-    """
-    if config.on_states == "refuse" or not attends:
-        remedy = " (or set on_states to 'keep')" if attends else ""
-        raise BadConfig(
-            "a context shift or another policy takes positions out of a sequence, which the state "
-            f"of recurrent layers cannot forget; do without it and raise n_ctx{remedy}"
-        )
-
-
-def drafts(
-    spec: Speculation, config: CacheConfig, groups: Sequence[GroupSpec], n_vocab: int
-) -> None:
+def drafts(spec: Speculation, config: CacheConfig, layout: Layout, n_vocab: int) -> None:
     """Refuses drafts that a step cannot verify as single steps would.
 
     Raises:
-      BadConfig: a round is longer than a step, keys share scales over tokens, latents or positions
-        that are shared are rounded in the cache, an indexer chooses what is read, or the drafter
-        is of another model.
+      BadConfig: a round is longer than a step, or tokens that share a position; keys share scales
+        over tokens, latents are rounded in the cache, reads are sparse, or the drafter is of
+        another model.
     """
     n = spec.n_draft + 1
     if n > config.n_ubatch:
@@ -149,56 +159,11 @@ def drafts(
             f"n_draft is {spec.n_draft}, and a step of {n} tokens exceeds n_ubatch "
             f"{config.n_ubatch}; lower the one or raise the other"
         )
-    if any_by_channel(config.type_k):
-        raise BadConfig(
-            f"keys of {config.type_k} share scales by tokens: a group is quantized between two "
-            "tokens, of which a round's later ones would see it as it was before; use another "
-            "type of keys, or no drafts"
-        )
-    if config.select is not None:
-        raise BadConfig(
-            "a round reads all cells for several tokens, and select lets single steps read some: "
-            "with drafts the text would be another; leave one of them out"
-        )
-    _check_rounded(n, config, groups)
-    spec.drafter.check(n_vocab)
-
-
-def _check_rounded(n: int, config: CacheConfig, groups: Sequence[GroupSpec]) -> None:
-    """Refuses rounds of n tokens that see each other as a cache would not have them."""
-    types = {config.type_k, config.type_v}
-    if types == {"f32"}:
-        return
-    if any(group.latent_rank for group in groups):
-        raise BadConfig(
-            "the tokens of a round see each other's latents as they were computed, single steps as "
-            f"a cache of {', '.join(sorted(types))} has them; use f32, or no drafts"
-        )
+    check_together(spec.traits, config.traits, layer_traits(layout.groups, layout.recurrent))
     extend = config.self_extend
-    if extend and extend.kind == "paper" and n > extend.ga_w:
+    if "rounded" in config.traits and extend and extend.kind == "paper" and n > extend.ga_w:
         raise BadConfig(
             f"a round of {n} tokens is longer than ga_w {extend.ga_w}, beyond which SelfExtend "
             "has tokens share positions; lower n_draft"
         )
-
-
-def self_extend(extend: SelfExtend, groups: Sequence[GroupSpec], *, shifts: bool) -> None:
-    """Refuses SelfExtend where positions are not its own to choose.
-
-    Raises:
-      BadConfig: a context shift moves them as well, or layers cannot see beyond a window.
-    """
-    if extend.kind == "cache" and not groups:
-        raise BadConfig(
-            "SelfExtend of kind 'cache' has no positions to divide, for all layers are recurrent; "
-            "do without it"
-        )
-    if extend.kind == "cache" and shifts:
-        raise BadConfig("SelfExtend and a context shift both move positions; choose one of them")
-    own = [g.layers[0] for g in groups if g.mask.kind != "full" or g.rope is None]
-    if own and (extend.kind == "cache" or len(own) == len(groups)):
-        raise BadConfig(
-            f"SelfExtend of kind {extend.kind!r} cannot reach layers that see a window of their "
-            f"own or have no positions, the first is {own[0]}; use a model without such layers"
-            f"{'' if len(own) == len(groups) else ', or the kind paper'}"
-        )
+    spec.drafter.check(n_vocab)

@@ -68,6 +68,11 @@ class Speculation:
         """How many of the model's first layers draft; None where drafts come from elsewhere."""
         return self.drafter.exit_layer if isinstance(self.drafter, LayerSkip) else None
 
+    @property
+    def traits(self) -> dict[str, str]:
+        """What of it does not go with everything, see `kvrt.options.compose`."""
+        return {"drafts": ""} | ({} if self.exit_layer is None else {"LayerSkip": ""})
+
     def __post_init__(self) -> None:
         """Refuses rounds of no drafts, or of so many that most would be refused."""
         take_whole_numbers(self)

@@ -16,8 +16,9 @@ from kvrt.kv_types import (
     by_group,
     default_kv_dtype,
 )
+from kvrt.options.compose import check_together
 from kvrt.options.option import check_limits, option
-from kvrt.options.select import Select, check_config
+from kvrt.options.select import UNIT, Select
 from kvrt.whole_numbers import take_whole_numbers
 
 RopeMode = Literal["write", "read"]
@@ -291,6 +292,27 @@ class CacheConfig:
         return dataclasses.replace(self, **types) if types else self
 
     @property
+    def traits(self) -> dict[str, str]:
+        """What of it does not go with everything, see `kvrt.options.compose`."""
+        keys, extend = by_group(self.type_k), self.self_extend
+        types = {*keys, *by_group(self.type_v)}
+        found = {
+            "unrotated keys": self.rope == "read",
+            "self_extend": extend and extend.kind,
+            "divided positions": extend and extend.kind == "cache",
+            "grouped positions": extend and extend.kind == "paper",
+            "keys by channel": "/".join(t for t in keys if t in CHANNEL_CODECS),
+            "rounded": types != {"f32"} and ", ".join(sorted(types)),
+            "hadamard": self.hadamard,
+            "hadamard keys": self.hadamard and any(t in CODECS for t in keys),
+            "exact states" if self.on_states == "refuse" else "kept states": True,
+            "n_rs_seq": self.n_rs_seq,
+            "n_checkpoints": self.n_checkpoints,
+        }
+        of_select = self.select.traits if self.select else {}
+        return {name: str(x) for name, x in found.items() if x} | of_select
+
+    @property
     def requantizes(self) -> bool:
         """Whether a K-shift rounds the keys that it moves to their KV dtype again."""
         return self.rope == "write" and set(by_group(self.type_k)) != {"f32"}
@@ -308,13 +330,6 @@ class CacheConfig:
                 f"{self.block_size}; make it a multiple of {codec.cells}",
             )
         _check(self.rope in ("write", "read"), f"rope is {self.rope!r}; 'write' or 'read'")
-        is_quantized = any(t in CODECS for t in by_group(self.type_k))
-        paper = self.self_extend is not None and self.self_extend.kind == "paper"
-        _check(
-            (self.rope == "write" and not paper) or not self.hadamard or not is_quantized,
-            "hadamard transforms keys after RoPE, and with rope='read' or SelfExtend as in the "
-            "paper RoPE comes last; use rope='write' without it, or keys of a float type",
-        )
         _check(
             self.programs in ("auto", "by_layer", "whole"),
             f"programs is {self.programs!r}; 'auto', 'by_layer' or 'whole'",
@@ -323,8 +338,13 @@ class CacheConfig:
             self.on_states in ("refuse", "keep"),
             f"on_states is {self.on_states!r}; 'refuse' or 'keep'",
         )
+        _check(
+            self.select is None or self.block_size % UNIT == 0,
+            f"select reads {UNIT} cells at a time, block_size is {self.block_size}; make it a "
+            f"multiple of {UNIT}",
+        )
         check_checkpoints(self)
-        check_config(self.select, self)
+        check_together(self.traits)
 
 
 def check_checkpoints(config: Any) -> None:

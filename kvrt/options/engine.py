@@ -10,6 +10,7 @@ from kvrt.errors import BadConfig
 from kvrt.files import kinds
 from kvrt.kv_types import CELLS_OF_SCALE, any_by_channel
 from kvrt.options.cache import CacheConfig
+from kvrt.options.compose import check_together
 from kvrt.options.option import option
 from kvrt.options.serving import Rules, TierConfig
 from kvrt.whole_numbers import take_whole_numbers
@@ -131,20 +132,22 @@ class EngineConfig:
         take_whole_numbers(self)
         if self.mode not in get_args(Mode):
             raise BadConfig(f"mode {self.mode!r}; 'cell' or 'paged'")
-        if self.mode == "cell" and self.hash_block_size is not None:
-            raise BadConfig(
-                "hash_block_size is for hits within blocks, in cell mode a hit ends at any token; "
-                "leave it out"
-            )
-        if self.speculation is not None and self.run_ahead:
-            raise BadConfig(
-                "run_ahead dispatches a step before the last one is read, and drafts follow what "
-                "that sampled; leave out run_ahead, or speculation"
-            )
-        if self.sessions is not None and not self.prefix_cache:
-            raise BadConfig(
-                "sessions go into the prefix cache, and there is none; set prefix_cache"
-            )
+        check_together(self.traits)
+
+    @property
+    def traits(self) -> dict[str, str]:
+        """What of it does not go with everything, see `kvrt.options.compose`."""
+        found = {
+            "engine": True,
+            "cell mode" if self.mode == "cell" else "paged mode": True,
+            "no prefix cache": not self.prefix_cache,
+            "hash_block_size": self.hash_block_size is not None,
+            "run_ahead": self.run_ahead,
+            "sessions": self.sessions is not None,
+            "shared reads": self.shared_reads,
+        }
+        of_drafts = self.speculation.traits if self.speculation else {}
+        return {name: "" for name, x in found.items() if x} | of_drafts
 
     def page(self, config: CacheConfig) -> int | None:
         """Tokens of a block of the manager: in cell mode 1; None is block_size.
@@ -175,19 +178,7 @@ class EngineConfig:
             )
         if any_by_channel(config.type_k):
             self._check_by_channel(config)
-        if config.select is not None and config.select.unit > 1 and self.mode == "cell":
-            raise BadConfig(
-                f"{type(config.select).__name__} chooses {config.select.unit} cells at a time, and "
-                "which lie together in cells depends on other requests, so that a request would "
-                "not get what it gets alone; use mode='paged', or DoubleSparsity(by_cell=True)"
-            )
-        if config.n_rs_seq:
-            self._check_rollback(config.n_rs_seq)
-        if config.n_checkpoints and not self.prefix_cache:
-            raise BadConfig(
-                f"n_checkpoints is {config.n_checkpoints}; requests find checkpoints in the prefix "
-                "cache, and there is none; set prefix_cache"
-            )
+        check_together(self.traits, config.traits)
         if rules.n_batch > config.n_ubatch:
             raise BadConfig(
                 f"n_batch is {rules.n_batch}, above n_ubatch {config.n_ubatch}; raise n_ubatch"
@@ -199,24 +190,6 @@ class EngineConfig:
                 f"{rules.n_batch}; lower the one or raise the other"
             )
         return dataclasses.replace(self, rules=rules)
-
-    def _check_rollback(self, n_rs_seq: int) -> None:
-        """Refuses states of the last tokens where nothing could be found by them."""
-        if self.mode == "paged":
-            raise BadConfig(
-                f"n_rs_seq is {n_rs_seq}, in paged mode states are kept by block, a hit ends with "
-                "one, and no call of an engine takes tokens back; set it to 0, or use mode='cell'"
-            )
-        if not self.prefix_cache:
-            raise BadConfig(
-                f"n_rs_seq is {n_rs_seq}, for hits that end within the last tokens of a text, and "
-                "there is no prefix cache; set prefix_cache, or n_rs_seq to 0"
-            )
-        if self.speculation is not None:
-            raise BadConfig(
-                f"n_rs_seq is {n_rs_seq}, and a round of drafts keeps one state a request, that of "
-                "its last accepted token; set n_rs_seq to 0, or leave out speculation"
-            )
 
     def _check_by_channel(self, config: CacheConfig) -> None:
         """Refuses keys by channel where cells that share a scale are not one request's tokens."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 from kvrt.errors import BadConfig
@@ -96,6 +95,14 @@ class Select:
         return self.n_cells // self.unit
 
     @property
+    def traits(self) -> dict[str, str]:
+        """What of them does not go with everything, see `kvrt.options.compose`."""
+        found = {"select": str(self.n_dense)}
+        if self.unit > 1:
+            found["select by unit"] = f"{type(self).__name__} chooses {self.unit} cells at a time"
+        return found
+
+    @property
     def said(self) -> dict[str, Any]:
         """Name and settings as a session has them."""
         return {"name": self.name} | {
@@ -175,6 +182,11 @@ class DoubleSparsity(Select):
         return 1 if self.by_cell else UNIT
 
     @property
+    def traits(self) -> dict[str, str]:
+        """Likewise, and channels of keys as they are."""
+        return {**super().traits, "heavy channels": ""}
+
+    @property
     def said(self) -> dict[str, Any]:
         """Likewise, with the number of channels in place of those of each layer."""
         return {**super().said, "channels": self.n_channels}
@@ -183,41 +195,3 @@ class DoubleSparsity(Select):
     def n_channels(self) -> int:
         """Channels of a label (r)."""
         return len(self.channels[0][0])
-
-
-def check_config(select: Select | None, config: Any) -> None:
-    """Refuses what cannot be read sparsely, whatever the model.
-
-    Raises:
-      BadConfig: keys are stored unrotated, or their blocks cannot be cut into units.
-    """
-    if select is None:
-        return
-    _check(
-        config.rope == "write",
-        "select compares labels of keys as they are stored, and RoPE pairs channels and moves "
-        "extremes, so unrotated keys have none; use rope='write'",
-    )
-    extend = config.self_extend
-    _check(
-        extend is None or extend.kind == "cache",
-        "select chooses by labels of keys at exact positions, and SelfExtend as in the paper "
-        "compares distant keys at grouped ones; leave select out, or use kind='cache'",
-    )
-    _check(
-        config.block_size % UNIT == 0,
-        f"select reads {UNIT} cells at a time, block_size is {config.block_size}; make it a "
-        f"multiple of {UNIT}",
-    )
-    types: Sequence[str] = (config.type_k,) if isinstance(config.type_k, str) else config.type_k
-    by_channel = [t for t in types if t.startswith("kivi")]
-    _check(
-        not by_channel,
-        f"select reads cells of a block, and {'/'.join(by_channel)} keys share scales by cells and "
-        "have a tail elsewhere; use keys of another type",
-    )
-    _check(
-        not (config.hadamard and isinstance(select, DoubleSparsity)),
-        "hadamard mixes the channels of quantized keys, so none is heavy; use select=Quest(...) "
-        "or hadamard=False",
-    )

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         Tap,
         by_position,
         policy_name,
+        policy_traits,
     )
 
 # By name, as `--policy` says it; the contract test runs over all of them.
@@ -36,7 +37,7 @@ _HOMES = {
     **dict.fromkeys(
         (
             *("SCORED", "AnyPolicy", "Observed", "QuerySums", "Reads", "ScoredPolicy", "Seen"),
-            *("Tap", "by_position", "policy_name"),
+            *("Tap", "by_position", "policy_name", "policy_traits"),
         ),
         "scored",
     ),
@@ -72,4 +73,5 @@ __all__ = [
     "Tap",
     "by_position",
     "policy_name",
+    "policy_traits",
 ]

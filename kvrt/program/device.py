@@ -25,7 +25,6 @@ from kvrt.program.batch import Batch, bucket, prompt_batches
 from kvrt.program.copies.block_copies import block_copies
 from kvrt.program.decode_loop import LoopPlan, LoopSpec, Sampled, sampled_once
 from kvrt.program.labels.arrays import check_labels, label_plan, n_labelled
-from kvrt.program.labels.indexed import check_index_reads
 from kvrt.program.labels.shift import shift
 from kvrt.program.labels.upkeep import LabelUpkeep
 from kvrt.program.layers.by_layer import Arrays, StepByLayer, call_traced
@@ -60,8 +59,7 @@ class Device:
         """Allocates the cache, on one device without a `place`; compiles what tests kernels."""
         self._place, self._shards = place, place.shards if place else None
         self.layout = place.layout(layout) if place else layout
-        check_labels(self.layout, config, self._shards)
-        check_index_reads(self.layout.groups, config, self._shards)
+        check_labels(self.layout, config)
         self.attention = self._choice(model, config)
         self.dispatch = dispatched(model, config, is_divided=place is not None)
         self.spec = spec = StepSpec(self.settled(config), self.layout, self._shards)

@@ -21,8 +21,8 @@ from kvrt.cellcache import history
 from kvrt.cells.edits import Copy, Remove, Shift
 from kvrt.cells.slots import StepTokens, pad
 from kvrt.config import GroupSpec
-from kvrt.errors import BadConfig, BadRange, BadSequence, CannotRewind, UsageError
-from kvrt.kv_types import CHANNEL_CODECS
+from kvrt.errors import BadConfig, BadRange, BadSequence, UsageError
+from kvrt.options.compose import check_together
 from kvrt.program.batch import Batch, bucket, some_outputs, to_batch
 from kvrt.program.layer_range import LayerRange
 from kvrt.reuse.blend import BlendSpec, hidden_ratio, to_recompute
@@ -265,23 +265,7 @@ def padded_size(n: int, n_ubatch: int) -> int:
 
 def _check_cache(cache: CellCache) -> None:
     """Refuses caches whose entries cannot be replaced token by token."""
-    host, config = cache.host, cache.config
-    if host.rolls or host.states is not None:
-        raise CannotRewind(
-            "windowed layers that reuse cells, recurrent ones and policies by score hold what came "
-            "before in one order, so chunks cannot be blended; set swa_full, leave the policy out, "
-            "or prefill the text"
-        )
-    if cache.extend:
-        raise BadConfig(
-            "SelfExtend in the cache gives several tokens one position, so that none of them can "
-            'be replaced alone; use the kind "paper"'
-        )
-    if config.type_k in CHANNEL_CODECS:
-        raise BadConfig(
-            f"type_k {config.type_k} has one scale for several tokens, so that none of them can be "
-            "replaced alone; use a KV dtype by token"
-        )
+    check_together({"chunks": ""}, cache.traits)
     programs = cache.device.programs
     programs.kind.in_parts(programs.params)
 

@@ -162,7 +162,7 @@ def prepare(
 
 def _check(device: Device, spec: Speculation) -> None:
     """Refuses drafts that do not fit the model or the cache; raises BadConfig."""
-    checks.drafts(spec, device.spec.config, device.layout.groups, device.n_vocab)
+    checks.drafts(spec, device.spec.config, device.layout, device.n_vocab)
     if spec.exit_layer is not None:
         layer_skip.check_exit(device.programs, spec.exit_layer)
 

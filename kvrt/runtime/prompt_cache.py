@@ -12,8 +12,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from kvrt.arrays import Array, Float
-from kvrt.errors import BadConfig, BadRange, BadSequence, SessionMismatch, UsageError
-from kvrt.kv_types import CHANNEL_CODECS
+from kvrt.errors import BadRange, BadSequence, SessionMismatch, UsageError
+from kvrt.options.compose import check_together
 from kvrt.reuse.schema import PlacedModule, PlacedSchema, modules_of
 from kvrt.runtime.runtime import Runtime
 
@@ -170,11 +170,7 @@ def _fills(
 
 
 def _check_room(runtime: Runtime, seq_ids: Sequence[int]) -> None:
-    if runtime.config.type_k in CHANNEL_CODECS:
-        raise BadConfig(
-            f"type_k {runtime.config.type_k} has one scale for several tokens, so that a module's "
-            "keys would depend on what lies beside them; use a KV dtype by token"
-        )
+    check_together({"modules": ""}, runtime.config.traits)
     n = runtime.config.n_seq_max
     if len(set(seq_ids)) < len(seq_ids) or max(seq_ids) >= n:
         raise BadSequence(

@@ -19,6 +19,7 @@ from kvrt.drafts.drafter import DraftContext, Drafter, Speculation
 from kvrt.drafts.layer_skip import LayerSkip
 from kvrt.errors import BadLogits, BadRange, BadToken, CannotRewind
 from kvrt.exclusive import HeldInterrupts
+from kvrt.options.compose import check_together
 from kvrt.program.batch import bucket, some_outputs, to_batch
 from kvrt.program.decode_loop import LoopSpec, Sampled, plan_run
 from kvrt.program.rounds.round import Drafted, RoundSpec, Verified
@@ -147,19 +148,13 @@ class Stepper:
         ids = checks.token_ids(tokens, self.n_vocab)
         self._cache.check_seq_id(seq_id)
         checks.last_pos(first + len(ids))
-        if host.rolls or host.states is not None or cache.extend:
-            raise CannotRewind(
-                f"positions [{first}, {first + len(ids)}) of sequence {seq_id} cannot be filled: "
-                "windowed layers that reuse cells, recurrent ones, policies by score and "
-                "SelfExtend in the cache take tokens in at the end; append them, set swa_full, or "
-                "leave the policy out"
-            )
+        there = f"positions [{first}, {first + len(ids)}) of sequence {seq_id}"
+        check_together({"filled positions": there}, cache.traits)
         held = history.positions(host.history, seq_id)
         inside = held[(held >= first) & (held < first + len(ids))]
         if first < 0 or len(inside):
             raise BadRange(
-                f"positions [{first}, {first + len(ids)}) of sequence {seq_id} are not empty: "
-                f"{len(inside)} are held; remove or move them first"
+                f"{there} are not empty: {len(inside)} are held; remove or move them first"
             )
         schedules.check_end(cache, seq_id, first + len(ids))
         if cache.in_blocks(seq_id):

@@ -15,8 +15,8 @@ from kvrt.cache.cell_cache import CellCache
 from kvrt.cellcache import history
 from kvrt.cells.edits import Remove
 from kvrt.cells.slots import StepTokens
-from kvrt.errors import BadConfig, BadRange, CannotRewind, UsageError
-from kvrt.kv_types import CHANNEL_CODECS
+from kvrt.errors import BadConfig, BadRange, UsageError
+from kvrt.options.compose import check_together
 from kvrt.program.batch import bucket, some_outputs, to_batch
 from kvrt.program.layers.taps import look
 
@@ -75,25 +75,7 @@ def check_cache(cache: CellCache, seq_id: int) -> None:
       CannotRewind: layers hold what came before in one order.
       BadConfig: keys of several cells, or positions, belong together; there is a mesh.
     """
-    host, config = cache.host, cache.config
-    if host.rolls or host.states is not None:
-        raise CannotRewind(
-            "windowed layers that reuse cells, recurrent ones and policies by score hold what came "
-            "before in one order, so no cell can be taken out of the middle; set swa_full, or take "
-            "a policy by score alone"
-        )
-    if config.rope == "read" or config.self_extend is not None:
-        raise BadConfig(
-            "cells are chosen by keys as they are stored, and with rope='read' or SelfExtend they "
-            "are compared otherwise; use rope='write' without SelfExtend"
-        )
-    if config.type_k in CHANNEL_CODECS or any(g.latent_rank for g in cache.device.layout.groups):
-        raise BadConfig(
-            f"type_k {config.type_k}: keys by channel share scales, and latents are compared in "
-            "two parts; whole cells are chosen by plain keys or keys quantized by cell"
-        )
-    if cache.device.spec.shards is not None:
-        raise BadConfig("whole cells are chosen on one device; leave mesh out")
+    check_together({"whole cells": str(cache.config.type_k)}, cache.traits)
     if cache.in_blocks(seq_id):
         raise BadConfig(
             f"sequence {seq_id} lies in blocks, where a position is a place; use to_cells first"

@@ -3,10 +3,11 @@
 import dataclasses
 from collections.abc import Callable
 
-from kvrt.config import GroupSpec
+from kvrt.config import GroupSpec, layer_traits
 from kvrt.errors import BadConfig, BadRequest
 from kvrt.options.cache import CacheConfig
-from kvrt.policies import DropSchedule, Policy, Schedule
+from kvrt.options.compose import Traits, refusal
+from kvrt.policies import DropSchedule, Policy, Schedule, policy_traits
 from kvrt.policies.schedule import n_first
 from kvrt.policies.self_extend import ExtendSchedule, extend_schedule
 from kvrt.program.layout import Layout
@@ -24,7 +25,7 @@ class Contexts:
       n_step: tokens of a step.
       requantizes: `CacheConfig.requantizes`, whether a K-shift rounds keys again.
       fits: whether the cache has room for a request of a context.
-      refusal: why no request may have a policy here; empty if it may.
+      cache: traits of what requests' policies have to go with.
       extend: SelfExtend in the cache; None without it.
       n_sink: first tokens that layers see beside their windows, where they keep no others.
     """
@@ -34,7 +35,7 @@ class Contexts:
     n_step: int
     requantizes: bool
     fits: Callable[[DropSchedule], bool]
-    refusal: str = ""
+    cache: Traits = dataclasses.field(default_factory=dict)
     extend: ExtendSchedule | None = None
     n_sink: int = 0
 
@@ -79,8 +80,8 @@ class Contexts:
     def _wrong(self, policy: Policy) -> str:
         """Why no request may have a policy, or an empty text."""
         name = type(policy).__name__
-        if self.refusal:
-            return f"{name} {self.refusal}"
+        if found := refusal(policy_traits(policy), self.cache):
+            return found[1]
         if policy.n_keep > self.n_ctx - 2 or self._context(policy).n_least < 1:
             return (
                 f"{name} keeps {policy.n_keep} tokens, which leaves nothing to drop in the "
@@ -125,7 +126,7 @@ def contexts_of(
         n_step=config.n_ubatch,
         requantizes=config.requantizes,
         fits=space.fits,
-        refusal=_refusal(layout, config),
+        cache={**config.traits, **layer_traits(layout.groups, layout.recurrent)},
         extend=extend_schedule(config),
         n_sink=max((g.mask.n_sink for g in layout.groups if _passes(g, config)), default=0),
     ).check()
@@ -133,16 +134,3 @@ def contexts_of(
 
 def _passes(group: GroupSpec, config: CacheConfig) -> bool:
     return group.mask.kind in ("window", "chunked") and not config.swa_full
-
-
-def _refusal(layout: Layout, config: CacheConfig) -> str:
-    extend = config.self_extend
-    if extend is not None and extend.kind == "cache":
-        return "and SelfExtend in the cache both move positions; choose one of them"
-    if layout.recurrent is not None and (config.on_states == "refuse" or not layout.groups):
-        remedy = " (or set on_states to 'keep')" if layout.groups else ""
-        return (
-            "takes positions out of a sequence, which the state of recurrent layers cannot "
-            f"forget; do without it and raise n_ctx{remedy}"
-        )
-    return ""

@@ -93,7 +93,7 @@ class Engine:
         n_max = min(self.space.n_max, rules.n_ctx_seq or config.n_ctx)
         if self.options.speculation is not None:
             of = self.device
-            checks.drafts(self.options.speculation, config, of.layout.groups, n_vocab)
+            checks.drafts(self.options.speculation, config, of.layout, n_vocab)
             if isinstance(drafter := self.options.speculation.drafter, LayerSkip):
                 check_exit(of.programs, drafter.exit_layer)
         self._limits = Limits(n_vocab=n_vocab, n_ctx=config.n_ctx, n_max=n_max)

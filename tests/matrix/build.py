@@ -207,7 +207,7 @@ def build(cell: Cell) -> Any:
         made = Runtime(model, config, policy=policy, mesh=mesh, **told)
         if (spec := speculation_of(cell)) is not None:
             # As a generation is asked for, before anything runs.
-            checks.drafts(spec, made.config, model.groups, model.n_vocab)
+            checks.drafts(spec, made.config, made.programs.spec.layout, model.n_vocab)
         if cell.state == "chunks":
             reused.refuse(made)
         if cell.state == "modules":

@@ -9,7 +9,8 @@ import itertools
 
 import numpy as np
 
-from tests.matrix.axes import AXES, DEBTS, RULES, Cell, Rule
+from tests.matrix.axes import AXES, Cell
+from tests.matrix.rules import DEBTS, RULES, Rule
 
 NAMES = tuple(AXES)
 SHAPE = tuple(map(len, AXES.values()))
@@ -24,9 +25,12 @@ def _cube(rule_id: str) -> np.ndarray:
     """Which cells a rule matches, by the indices of their values."""
     (rule,) = (r for r in RULES if r.id == rule_id)
     cube = np.ones((1,) * len(NAMES), bool)
-    for axis, values in rule.when.items():
-        along = [-1 if name == axis else 1 for name in NAMES]
-        cube = cube & np.isin(AXES[axis], values.split()).reshape(along)
+    for need in rule.needs:
+        one = np.zeros((1,) * len(NAMES), bool)
+        for axis in {axis for axis, _ in need}:
+            along = [-1 if name == axis else 1 for name in NAMES]
+            one = one | np.isin(AXES[axis], [x for a, x in need if a == axis]).reshape(along)
+        cube = cube & one
     return np.broadcast_to(cube, SHAPE)
 
 

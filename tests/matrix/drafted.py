@@ -34,20 +34,16 @@ DRAFTED = (
     Cell(where="engine_paged", dtype="q8_0", decode="shared", speculation="wrong"),
     whole("attention_sinks", "engine_cells", decode="fork", speculation="wrong"),
     Cell("context_shift", "engine_paged", layers="sink_window", speculation="wrong"),
+    Cell(where="engine_paged", layers="latent", dtype="int8", speculation="wrong"),
+    Cell(rope="read", layers="latent", dtype="int4", speculation="wrong"),
+    whole("context_shift", layers="latent", dtype="bf16", speculation="ngram"),
 )
 ON_MESH = (
     Cell(layers="full+recurrent", devices="mesh", speculation="wrong"),
     whole(where="engine_paged", dtype="int8", devices="mesh", speculation="wrong"),
 )
-# By what is said when the object is made, a cell that is refused.
-NOT_DRAFTED = {
-    "share scales by tokens: a group is quantized between two tokens": Cell(
-        dtype="kivi4", speculation="ngram"
-    ),
-    "see each other's latents as they were computed": Cell(
-        where="engine_paged", layers="latent", dtype="int8", speculation="wrong"
-    ),
-}
+# Refused when the object is made.
+NOT_DRAFTED = (Cell(dtype="kivi4", speculation="ngram"),)
 
 
 def speculation_of(cell):

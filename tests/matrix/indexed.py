@@ -29,17 +29,11 @@ INDEXED = (
     Cell("context_shift", dtype="int8", layers="indexed", state="chunks"),
     Cell(where="engine_paged", rope="read", layers="indexed", state="chunks"),
 )
-# By what is said when the object is made, a cell that is refused.
-NOT_INDEXED = {
-    "several sequences have no prefix to read once": Cell(
-        where="engine_cells", layers="indexed", decode="shared"
-    ),
-    "single steps as a cache of int8 has them": Cell(
-        dtype="int8", layers="indexed", speculation="ngram"
-    ),
-    "an indexer was trained to rank them by exact ones": Cell(
-        "extend_paper", rope="read", layers="indexed"
-    ),
-    "keys by channel change when the last of a group comes": Cell(dtype="kivi4", layers="indexed"),
-    "read their keys from two arrays, kernels from one": Cell(layers="indexed", attention="gpu"),
-}
+# Refused when the object is made.
+NOT_INDEXED = (
+    Cell(where="engine_cells", layers="indexed", decode="shared"),
+    Cell(dtype="int8", layers="indexed", speculation="ngram"),
+    Cell("extend_paper", rope="read", layers="indexed"),
+    Cell(dtype="kivi4", layers="indexed"),
+    Cell(layers="indexed", attention="gpu"),
+)

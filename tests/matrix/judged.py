@@ -8,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from kvrt.options import compose
 from tests.matrix import covering, history
-from tests.matrix.axes import RULES, Cell, Rule
+from tests.matrix.axes import Cell
 from tests.matrix.drafted import ON_MESH
 from tests.matrix.history import Outcome
+from tests.matrix.rules import RULES, Rule, traits_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,18 +30,17 @@ def assert_ruled(rule: Rule, cell: Cell) -> None:
     assert found.kind != "equal", f"{cell} is equal to its oracle now: delete rule {rule.id}"
     said = f"{cell}: {found.kind}: {found.error} {found.text}; {rule.id} says {rule.kind}"
     missing = "missing" if rule.kind == "absent" else rule.kind
-    assert found.kind == missing and re.search(rule.says, found.text), said
+    assert found.kind == missing and re.fullmatch(rule.says, found.text), said
     if rule.kind == "refused":
         reason, _, remedy = found.text.rpartition(";")
         assert reason and remedy and "\n" not in found.text, found.text
 
 
-def refused(cell: Cell, says: str) -> str:
-    """The error that refuses a cell beside the pairs when it is made: one line, with a remedy."""
-    found = outcome(cell)
-    assert found.kind == "refused" and says in found.text
-    assert ";" in found.text and "\n" not in found.text
-    return found.error
+def assert_refused(cell: Cell) -> None:
+    """A cell beside the pairs is refused when it is made, by a rule of kvrt and in its words."""
+    found, wanted = outcome(cell), compose.refusal(traits_of(cell))
+    assert wanted is not None and found.kind == "refused", found
+    assert (found.text, found.error) == (wanted[1], wanted[0].error.__name__)
 
 
 def outcome(cell: Cell) -> Outcome:

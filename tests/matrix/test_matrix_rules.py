@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.matrix.axes import DEBTS, REFUSED
 from tests.matrix.covering import witnesses
 from tests.matrix.judged import assert_ruled
+from tests.matrix.rules import DEBTS, REFUSED
 
 pytestmark = pytest.mark.slow
 

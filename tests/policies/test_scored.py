@@ -418,7 +418,7 @@ REFUSED = [
     ({"self_extend": SelfExtend(ga_n=2, ga_w=8)}, ToyLm, "use one of the two"),
     ({"select": Quest(n_cells=80)}, ToyLm, "sparse reads choose among all tokens"),
     ({}, lambda: ToyLm(masks=[MaskSpec(kind="window", size=8)] * 2), "this model has none"),
-    ({}, lambda: SharedLm(CLA2), "by what layer 0 alone attends to"),
+    ({}, lambda: SharedLm(CLA2), "by what that one alone attends to"),
 ]
 
 

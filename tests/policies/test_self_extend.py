@@ -202,7 +202,7 @@ def test_bad_sizes_are_refused(change, words):
 
 def test_what_cannot_be_extended_is_refused():
     extend = SelfExtend(ga_n=2, ga_w=4)
-    with pytest.raises(BadConfig, match="SelfExtend and a context shift"):
+    with pytest.raises(BadConfig, match="ContextShift and SelfExtend in the cache both move"):
         runtime(extend, "write", 40, policy=ContextShift())
     group = GroupSpec(
         layers=(0,),

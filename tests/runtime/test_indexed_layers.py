@@ -196,7 +196,7 @@ def raises(says, act):
 
 
 OPTIONS = {
-    "SelfExtend of kind 'paper' compares far keys by grouped positions": {
+    "SelfExtend of kind 'paper' compares distant keys by grouped positions": {
         "rope": "read",
         "self_extend": SelfExtend(ga_n=2, ga_w=8, kind="paper"),
     },

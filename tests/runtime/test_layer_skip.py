@@ -87,12 +87,13 @@ def test_text_and_cache_are_those_of_plain_decoding(kind):
         {"rope": "read", "type_k": "int8"},
         full({"hadamard": True, "type_k": "int8", "type_v": "q8_0"}),
         full({"attention": "reference"}),  # test_speculation.py has rounds of it
+        full({"kind": "latent", "type_k": "int8", "type_v": "int8"}),
     ],
     ids=str,
 )
 def test_other_types_and_frames(options):
-    kind = "heads of 32" if "hadamard" in options else "window"
-    drafted_like(plain_of(kind, **options), build(kind, **options), tolerance=0.1)
+    options = {"kind": "heads of 32" if "hadamard" in options else "window"} | options
+    drafted_like(plain_of(**options), build(**options), tolerance=0.1)
 
 
 def entries(runtime, group):

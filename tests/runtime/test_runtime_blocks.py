@@ -340,7 +340,7 @@ def test_room_is_what_can_be_taken_in(full):
 
 def test_what_moves_positions_or_keeps_none_is_refused():
     cases = [
-        (build(MODELS["full"](), policy=ContextShift()), "a policy moves positions"),
+        (build(MODELS["full"](), policy=ContextShift()), "ContextShift moves positions"),
         (build(MODELS["full"](), self_extend=SelfExtend(ga_n=2, ga_w=4)), "SelfExtend moves pos"),
         (build(HybridLm(mask=WINDOW)), "no layer of this model keeps the cells of all positions"),
         (build(HybridLm(attention=False)), "no layer of this model keeps the cells"),

@@ -182,12 +182,20 @@ def test_other_frames_and_implementations(options):
 
 
 @pytest.mark.slow
-def test_logits_of_a_round_over_a_quantized_cache_are_those_of_single_steps():
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("window", {}),
+        ("latent", {"hadamard": True}),
+        ("latent", {"rope": "read"}),
+    ],
+)
+def test_logits_of_a_round_over_a_quantized_cache_are_those_of_single_steps(kind, options):
     """As they would not be if tokens saw each other as they were computed: then by 0.1 on average.
 
     An integer may be rounded otherwise, as sums of a step of several tokens are ordered otherwise.
     """
-    plain, drafted = (build("window", type_k="int8", type_v="int8") for _ in range(2))
+    plain, drafted = (build(kind, type_k="int8", type_v="int8", **options) for _ in range(2))
     asked = {"n_best": 3, "n": 30}
     tokens = run(plain, **asked)
     right = Script(ids(tokens), len(PROMPT), mistakes=False)
@@ -420,7 +428,6 @@ def test_a_full_cache_is_refused_as_without_drafts():
     [
         ({}, 16, "n_draft is 16, and a step of 17 tokens exceeds n_ubatch 16"),
         ({"type_k": "kivi4", "block_size": 32}, 3, "keys of kivi4 share scales by tokens"),
-        ({"kind": "latent", "type_v": "f16"}, 3, "a cache of f16, f32 has them; use f32"),
         ({"self_extend": PAPER, "type_k": "int8", "rope": "read"}, 4, "longer than ga_w 4"),
     ],
 )

@@ -21,8 +21,9 @@ from kvrt.attention.pallas import channel_tail, common, runs, sides
 from kvrt.attention.types import LayerAttention, LayerKV, TokenQKV
 from kvrt.attention.view import AnyView, BlockView, SeqView, blocked
 from kvrt.config import GroupSpec
-from kvrt.errors import NoKernel
+from kvrt.options.compose import check_together
 from kvrt.store.per_channel import PerChannel
+from kvrt.store.quantized import Quantized
 
 # Own tokens of one block for the kernel; so many are still a single product.
 OWN = 128
@@ -36,11 +37,7 @@ def attend(
     Raises:
       NoKernel: latents, or keys and values that the kernel cannot read.
     """
-    if how.group.latent_rank:
-        raise NoKernel(
-            "layers that keep a latent read their keys from two arrays, kernels from one; use "
-            "attention='chunked'"
-        )
+    check_together(kernel.traits, how.group.traits, _traits(kv, how))
     tail = None
     if isinstance(kv.k, PerChannel):
         tail = _stored(kernel, qkv, *channel_tail.tail_part(kv, kv.k, view, how))
@@ -54,6 +51,23 @@ def attend(
         stored = softmax.merge(stored, runs.over_shared(kernel, qkv, kv, view, how))
     stored = stored if tail is None else softmax.merge(stored, tail)
     return _joined(stored, _own(kernel, qkv, view, how), how.sinks, qkv.q.dtype)
+
+
+def _traits(kv: LayerKV, how: LayerAttention) -> dict[str, str]:
+    """What of a layer's arrays and RoPE a kernel may not read."""
+    leaves = [x.dtype for x in jax.tree.leaves((kv.k, kv.v))]
+    arrays = [kv.k.quantized if isinstance(kv.k, PerChannel) else kv.k, kv.v]
+    codecs = [x.codec for x in arrays if isinstance(x, Quantized)]
+    bits = [c.bits for c in codecs if c.bits != 8 or c.affine]
+    rope = how.rope if how.rope is not None and how.rope.cells is not None else None
+    found = {
+        "fp8": any(c.floating for c in codecs),
+        "float16": jnp.float16 in leaves,
+        "few bits": bits and bits[0],
+        "rotated at read": rope is not None,
+        "neighbours rotated at read": rope is not None and rope.layout != "neox",
+    }
+    return {name: str(x) for name, x in found.items() if x}
 
 
 def _over_lists(

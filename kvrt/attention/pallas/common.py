@@ -9,6 +9,7 @@ Source: arXiv:2205.14135; flash-decoding (splits over keys, merged by their log-
 
 import dataclasses
 import itertools
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import jax.numpy as jnp
@@ -97,9 +98,13 @@ class EndOf(Protocol):
 
 
 class Kernel(NamedTuple):
-    """What a module of a kernel offers; without an `end` XLA does that part."""
+    """What a module of a kernel offers; without an `end` XLA does that part.
+
+    `traits` is what it cannot read, see `kvrt.options.compose`.
+    """
 
     sums: SumsOf
+    traits: Mapping[str, str]
     end: EndOf | None = None
 
 
@@ -245,17 +250,8 @@ class Form:
 
 
 def readable(kv: LayerKV) -> tuple[KVArray, KVArray]:
-    """Keys and values of a layer as kernels read them; `attend` has parted keys by channel.
-
-    Raises:
-      NoKernel: they are floats of eight bits.
-    """
+    """Keys and values of a layer as kernels read them; `attend` has parted keys by channel."""
     assert not isinstance(kv.k, PerChannel), "their tail is read apart, see channel_tail"
-    if any(isinstance(x, Quantized) and x.codec.floating for x in (kv.k, kv.v)):
-        raise NoKernel(
-            "a cache of fp8: kernels read plain floats and integers; take int8, or "
-            "attention='chunked'"
-        )
     return kv.k, kv.v
 
 

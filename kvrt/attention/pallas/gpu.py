@@ -61,6 +61,7 @@ def kernel(
     """The kernel, for attention; `interpret`, `tiling` and `table` as in `sums`."""
     return common.Kernel(
         sums=functools.partial(sums, interpret=interpret, tiling=tiling, table=table),
+        traits={"kernel": ""},
         end=functools.partial(gpu_end.end, interpret=interpret),
     )
 

@@ -62,7 +62,10 @@ def kernel(*, interpret: bool = False, tiling: mosaic.TileSizes | None = None) -
       NoKernel: this JAX, or the GPU that is JAX's default device, is too old for it.
     """
     require_support()
-    return common.Kernel(sums=functools.partial(sums, interpret=interpret, tiling=tiling))
+    return common.Kernel(
+        sums=functools.partial(sums, interpret=interpret, tiling=tiling),
+        traits={"kernel": "", "Mosaic kernel": ""},
+    )
 
 
 def require_support(version: tuple[int, ...] = jax.__version_info__) -> None:
@@ -120,7 +123,7 @@ def sums(
     """
     n_lists, n_kv, p, d = work.q.shape
     keys, values = common.readable(kv)
-    _refuse(work, keys, values, how)
+    _check_sizes(work, keys, values)
     tiling = tiling or choose_sizes(work, keys, values)
     n_pad = -p % tiling.queries
     arrays = _arrays(work, keys, values, n_pad, tiling)
@@ -156,18 +159,7 @@ def choose_sizes(work: common.KernelWork, keys: KVArray, values: KVArray) -> mos
     return mosaic.TileSizes(cells=cells, queries=queries, splits=splits, stages=stages)
 
 
-def _refuse(work: common.KernelWork, keys: KVArray, values: KVArray, how: LayerAttention) -> None:
-    if how.rope is not None and how.rope.cells is not None:
-        raise NoKernel(
-            "'mosaic_gpu' does not rotate keys; use rope='write' without SelfExtend as in the "
-            "paper, or 'pallas_gpu'"
-        )
-    for x in (keys, values):
-        if isinstance(x, Quantized) and (x.codec.bits != 8 or x.codec.affine):
-            raise NoKernel(
-                f"'mosaic_gpu' reads f32, f16, bf16 and eight bits without a zero point, not "
-                f"{x.codec.bits} bits; use 'pallas_gpu'"
-            )
+def _check_sizes(work: common.KernelWork, keys: KVArray, values: KVArray) -> None:
     d, b = work.q.shape[3], work.cell_pos.shape[1]
     if d > _F32_CHANNELS and jnp.float32 in [_plain(x).dtype for x in (keys, values)]:
         raise NoKernel(

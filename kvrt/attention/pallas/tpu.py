@@ -35,11 +35,9 @@ from jax.experimental.pallas import tpu as pltpu
 from kvrt.arrays import AnyArray, Array, Float
 from kvrt.attention import softmax
 from kvrt.attention.pallas import common, tiles
-from kvrt.attention.rope import RopeTables
 from kvrt.attention.types import LayerAttention, LayerKV
 from kvrt.cells import mask
 from kvrt.config import GroupSpec
-from kvrt.errors import NoKernel
 from kvrt.store.codec import KVArray, Quantized
 
 # Bytes of the keys, or of the values, of one pass.
@@ -71,7 +69,10 @@ class _Shape(NamedTuple):
 
 def kernel(*, interpret: bool = False, table: tiles.Table | None = None) -> common.Kernel:
     """The kernel, for attention; `interpret` and `table` as in `sums`."""
-    return common.Kernel(sums=functools.partial(sums, interpret=interpret, table=table))
+    return common.Kernel(
+        sums=functools.partial(sums, interpret=interpret, table=table),
+        traits={"kernel": "", "TPU kernel": ""},
+    )
 
 
 def sums(
@@ -130,15 +131,10 @@ def sums(
 def _shape(
     work: common.KernelWork, kv: LayerKV, how: LayerAttention, pass_bytes: int
 ) -> tuple[_Shape, dict[str, AnyArray]]:
-    """How the work is cut, and the arrays that are read block by block.
-
-    Raises:
-      NoKernel: the kernel cannot read these keys and values.
-    """
+    """How the work is cut, and the arrays that are read block by block."""
     d, b = work.q.shape[3], work.cell_pos.shape[1]
     keys, values = common.readable(kv)
     tables = how.rope and how.rope.cells
-    _refuse(keys, values, how.rope if tables else None)
     n_side = max(1, min(_PASS_BLOCKS, _PASS_CELLS // b))
     swapped = d % _LANES != 0 and b % _LANES == 0
     blocked = _blocked(work, keys, values, tables, swapped)
@@ -178,25 +174,6 @@ def _grid_spec(
         out_specs=[of_queries(1), of_queries(1), of_queries(shape.head_dim)],
         scratch_shapes=[],
     )
-
-
-def _refuse(keys: KVArray, values: KVArray, rope: RopeTables | None) -> None:
-    for x in (keys, values):
-        if isinstance(x, Quantized) and x.codec.bits < 8:
-            raise NoKernel(
-                f"a cache of {x.codec.bits} bits: the TPU kernel reads f32, bf16 and int8; "
-                "use attention='chunked'"
-            )
-        if jnp.float16 in [y.dtype for y in jax.tree.leaves(x)]:
-            raise NoKernel(
-                "a cache or scales of f16: TPUs have no such vectors; take bf16 or int8, or "
-                "attention='chunked'"
-            )
-    if rope is not None and rope.layout != "neox":
-        raise NoKernel(
-            "cached keys of which RoPE rotates pairs of neighbours: the TPU kernel rotates halves; "
-            "use rope='write' without SelfExtend as in the paper, or attention='chunked'"
-        )
 
 
 def _heads(keys: KVArray, values: KVArray, n_side: int, pass_bytes: int) -> int:

@@ -31,8 +31,8 @@ def as_cached(x: Float[Array, "T H D"], like: KVArray) -> Float[Array, "T H D"]:
 def attend_one_by_one(
     args: tuple[TokenQKV, LayerKV, BlockView, LayerAttention],
     k: Float[Array, "T H D"],
-    v: Float[Array, "T H D"],
-) -> Float[Array, "T Q D"]:
+    v: Float[Array, "T H V"],
+) -> Float[Array, "T Q V"]:
     """The output of `attend(*args)`, if tokens saw those before them with other keys and values.
 
     Args:
@@ -50,7 +50,7 @@ def attend_one_by_one(
 
 def _own(
     qkv: TokenQKV, view: BlockView, how: LayerAttention, seen: tuple[Array, Array]
-) -> tuple[Float[Array, "T Q D"], Float[Array, "T Q"]]:
+) -> tuple[Float[Array, "T Q V"], Float[Array, "T Q"]]:
     """Attention over the step's own tokens, each of them exact to itself alone."""
     n_tokens, n_q, d = qkv.q.shape
     n_kv, group = qkv.k.shape[1], how.group
@@ -74,4 +74,4 @@ def _own(
     some = total != 0
     safe = jnp.where(some, total, 1.0)
     lse = jnp.where(some, m + jnp.log(safe), softmax.MASKED)
-    return (out / safe).reshape(n_tokens, n_q, d), lse.reshape(n_tokens, n_q)
+    return (out / safe).reshape(n_tokens, n_q, -1), lse.reshape(n_tokens, n_q)

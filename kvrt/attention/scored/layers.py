@@ -16,7 +16,7 @@ from kvrt.attention.scored.split import divided_recurrence, state_shapes
 from kvrt.config import GroupSpec, RecurrentSpec
 from kvrt.errors import BadConfig
 from kvrt.files.class_source import class_identity
-from kvrt.kv_types import CHANNEL_CODECS, KeyDtype, KVDtype
+from kvrt.kv_types import KeyDtype, KVDtype
 from kvrt.options.cache import CacheConfig
 from kvrt.sizes import types_of
 from kvrt.state_arrays import StateArray
@@ -56,7 +56,7 @@ def by_kind(
 ) -> LayerKinds:
     """The layers of a model, of which those that see every position keep tokens by score.
 
-    Windows and chunks keep their own rule.
+    Windows and chunks keep their own rule. That these layers can is asked before, by `kvrt.cache`.
 
     Args:
       groups: of the model.
@@ -66,19 +66,12 @@ def by_kind(
       n_q_heads: query heads by layer; needed where the policy's tap has queries.
 
     Raises:
-      BadConfig: no layer sees every position, one cannot keep tokens by score, or a policy of one's
-        own does not give a score for each token.
+      BadConfig: a policy of one's own does not give a score for each token.
     """
     if policy is None:
         return LayerKinds(groups=tuple(groups), recurrent=recurrent, config=config)
     how = policy, n_q_heads
-    _check_config(config, policy)
     types, is_full = types_of(groups, config), [g.mask.kind == "full" for g in groups]
-    if not any(is_full):
-        raise BadConfig(
-            f"{type(policy).__name__} keeps tokens of layers that see every position, and this "
-            "model has none: windows and states forget by themselves; leave the policy out"
-        )
     n_layers = sum(len(g.layers) for g, full in zip(groups, is_full, strict=True) if full)
     budgets = iter(policy.budgets(n_layers))
     scored = tuple(
@@ -112,7 +105,6 @@ def _scored(
 ) -> ScoredGroup:
     """A group with budgets by layer; `how` is the policy, and query heads by layer."""
     policy, n_q_heads = how
-    _check_group(group, types[0], policy)
     slots = (
         SlotSpec(
             group=dataclasses.replace(group, layers=(layer,)),
@@ -176,46 +168,3 @@ def _with_states(recurrent: RecurrentSpec | None, scored: Sequence[ScoredGroup])
 
 def _arrays(slots: SlotSpec) -> tuple[StateArray, ...]:
     return tuple(StateArray(shape=x.shape, dtype=x.dtype.name) for x in state_shapes(slots))
-
-
-def _check_config(config: CacheConfig, policy: ScoredPolicy) -> None:
-    name = type(policy).__name__
-    if config.self_extend is not None:
-        raise BadConfig(
-            f"SelfExtend moves positions, and those of tokens that {name} keeps are part of a "
-            "state; use one of the two"
-        )
-    if config.select is not None:
-        raise BadConfig(
-            f"sparse reads choose among all tokens, and {name} keeps but some; use one of the two"
-        )
-    if policy.close_up and config.hadamard:
-        raise BadConfig(
-            f"with close_up {name} keeps keys unrotated and rotates them when it reads them, which "
-            "a Hadamard transform before has to wait for; leave hadamard or close_up out"
-        )
-    if config.rope == "read":
-        raise BadConfig(
-            f"rope='read' is for keys whose positions move, and those of tokens that {name} keeps "
-            "never do but with close_up; use rope='write', which gives the same"
-        )
-
-
-def _check_group(group: GroupSpec, type_k: str, policy: ScoredPolicy) -> None:
-    name = type(policy).__name__
-    if group.kv_of:
-        layer, read = group.kv_of[0]
-        raise BadConfig(
-            f"layer {layer} reads the keys and values of layer {read}, which {name} evicts before "
-            f"it runs, by what layer {read} alone attends to; use a policy by position"
-        )
-    if group.latent_rank:
-        raise BadConfig(
-            f"layers that keep a latent have one cell a token for all heads, which {name} chooses "
-            "by head; use a policy by position"
-        )
-    if type_k in CHANNEL_CODECS:
-        raise BadConfig(
-            f"keys of {type_k} share scales with their neighbours, and {name} keeps some without "
-            "the others; use int4 or int8"
-        )

@@ -214,6 +214,12 @@ class ScoredPolicy(ScoreSizes, abc.ABC):
         )
 
     @property
+    def traits(self) -> dict[str, str]:
+        """What of it does not go with everything, see `kvrt.options.compose`."""
+        name = type(self).__name__
+        return {"policy by score": name} | ({"close_up": name} if self.close_up else {})
+
+    @property
     def recent(self) -> int:
         """Newest positions that are not evicted."""
         return 32 if self.n_recent is None else self.n_recent

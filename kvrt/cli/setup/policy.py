@@ -7,6 +7,7 @@ from types import NoneType
 from typing import Any, TypeVar
 
 from kvrt.attention.scored.layers import LayerKinds, by_kind
+from kvrt.cache import checks
 from kvrt.cli.flags.context import BY_POSITION
 from kvrt.cli.flags.evaluate import UNTIL_FULL, EvalFlags, LengthFlags
 from kvrt.cli.flags.serving import BatchOptions, FitOptions
@@ -253,6 +254,7 @@ def _in_bytes(n_bytes: int, spec: DecoderSpec, options: _Options) -> int:
 
 def layers_of_spec(spec: DecoderSpec, config: CacheConfig, policy: AnyPolicy | None) -> LayerKinds:
     """The layers of a model by what keeps them, before there are weights; raises BadConfig."""
+    checks.together(spec.groups, spec.recurrent, config, policy)
     heads = {i: spec.n_heads_of(i) for g in spec.groups for i in g.all_layers}
     scored = policy if isinstance(policy, ScoredPolicy) else None
     return by_kind(spec.groups, spec.recurrent, config, scored, heads)

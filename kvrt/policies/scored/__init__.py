@@ -45,6 +45,13 @@ def by_position(policy: AnyPolicy | None) -> Policy | None:
     return None if isinstance(policy, ScoredPolicy) else policy
 
 
+def policy_traits(policy: AnyPolicy | None) -> dict[str, str]:
+    """What of a policy does not go with everything, see `kvrt.options.compose`."""
+    if policy is None or isinstance(policy, ScoredPolicy):
+        return policy.traits if policy else {}
+    return {"policy by position": type(policy).__name__}
+
+
 def policy_name(policy: AnyPolicy) -> str:
     """The name that `--policy` has for a policy, or the name of its class."""
     names = {kind: name for name, kind in (*POLICIES.items(), *SCORED.items())}
@@ -75,4 +82,5 @@ __all__ = [
     "Tap",
     "by_position",
     "policy_name",
+    "policy_traits",
 ]

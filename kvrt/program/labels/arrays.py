@@ -5,9 +5,9 @@ from kvrt.cells.slots import Places
 from kvrt.config import GroupSpec
 from kvrt.errors import BadConfig
 from kvrt.options.cache import CacheConfig
+from kvrt.options.compose import check_together
 from kvrt.options.select import DoubleSparsity
 from kvrt.program.layout import Layout
-from kvrt.store.shards import Shards
 
 
 def label_plan(layout: Layout, config: CacheConfig) -> LabelPlan | None:
@@ -28,42 +28,17 @@ def label_plan(layout: Layout, config: CacheConfig) -> LabelPlan | None:
     return LabelPlan(select=select, layers=tuple(map(tuple, layers)))
 
 
-def check_labels(layout: Layout, config: CacheConfig, shards: Shards | None) -> None:
-    """Refuses what cannot be read sparsely.
-
-    Raises:
-      BadConfig: latents, layers that share arrays of blocks, a mesh, no layer that sees all, or
-        channels of another model.
-    """
+def check_labels(layout: Layout, config: CacheConfig) -> None:
+    """Refuses layers that share arrays of blocks, and channels of another model: BadConfig."""
     select = config.select
     if select is None:
         return
-    full = [g for g in layout.groups if g.mask.kind == "full"]
-    plan = label_plan(layout, config)
-    _check(
-        plan is not None and any(x is not None for of in plan.layers for x in of),
-        "select reads some cells of layers that see all of them, and this model has none beyond "
-        f"its first {select.n_dense} layers; leave select out",
-    )
-    _check(
-        not any(g.latent_rank for g in full),
-        "select chooses cells for each kv head, and a latent is one key for all heads, which is "
-        "read once anyway; leave select out",
-    )
-    _check(shards is None, "select needs labels of all cells on one device; leave mesh out")
-    shared = {(i, b) for i, b in _places(layout)}
-    _check(
-        len(shared) == sum(map(len, layout.buffers)),
-        "select labels the keys of a layer, and in blocks this model's layers share arrays; use "
-        "cells",
-    )
-    if isinstance(select, DoubleSparsity):
-        for group in full:
+    arrays = {(i, b) for i, of in zip(layout.store_of, layout.buffers, strict=True) for b in of}
+    is_shared = len(arrays) < sum(map(len, layout.buffers))
+    check_together(config.traits, {"shared arrays": ""} if is_shared else {})
+    for group in layout.groups:
+        if isinstance(select, DoubleSparsity) and group.mask.kind == "full":
             _check_channels(select, group)
-
-
-def _places(layout: Layout) -> list[tuple[int, int]]:
-    return [(i, b) for i, of in zip(layout.store_of, layout.buffers, strict=True) for b in of]
 
 
 def _check_channels(select: DoubleSparsity, group: GroupSpec) -> None:

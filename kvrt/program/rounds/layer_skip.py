@@ -66,11 +66,6 @@ def check_exit(programs: Programs, exit_layer: int) -> None:
             f"exit_layer is {exit_layer}, and the model has {n_layers} layers; some of them must "
             "draft and some verify: choose more than 0 and fewer than all"
         )
-    if layout.recurrent:
-        raise BadConfig(
-            "LayerSkip drafts by attention layers; this model has recurrent ones, whose states of "
-            "refused drafts cannot be taken back: use PromptLookup or DraftModel"
-        )
     reads = [x for group in layout.groups for x in _across(group, exit_layer)]
     if reads:
         layer, read = reads[0]

@@ -5,14 +5,11 @@ import dataclasses
 from jax.sharding import Mesh
 
 from kvrt.attention.contract import Decoder
-from kvrt.cache import checks
 from kvrt.cache.cell_cache import layers_of
-from kvrt.config import GroupSpec
 from kvrt.options.cache import CacheConfig
 from kvrt.options.engine import EngineConfig
 from kvrt.policies import AnyPolicy, ScoredPolicy, by_position
 from kvrt.program.device import Device
-from kvrt.program.labels import indexed
 from kvrt.program.layout import paged_layout
 from kvrt.program.mesh import MeshSpec, placement
 from kvrt.serving.cache.space import Space
@@ -37,19 +34,17 @@ def open_space(
       policy: of requests that name none of their own; or, by score, of all.
 
     Raises:
-      BadConfig: blocks, tiers, SelfExtend and the model's layers do not fit together, a budget has
-        no room for a request, layers have an indexer, or there are too few devices.
+      BadConfig: what is asked for does not go together, or with the model's layers, a budget has
+        no room for a request, or there are too few devices.
     """
     drops, scored = by_position(policy), policy if isinstance(policy, ScoredPolicy) else None
-    layers = layers_of(model, config, scored)
-    if options.shared_reads:
-        indexed.refuse_shared_reads(layers.groups)
+    on_mesh = {"mesh": ""} if mesh is not None else {}
+    layers = layers_of(model, config, policy, options.traits, on_mesh)
     sized = fit_budget(layers.groups, layers.recurrent, layers.config, options, drops)
     if sized.n_ctx != config.n_ctx:
         config = dataclasses.replace(config, n_ctx=sized.n_ctx)
     place, divided = placement(mesh, config)
     layers = layers_of(model, divided, scored)
-    _check_extend(config, layers.groups)
     plan = engine_plan(layers.groups, layers.recurrent, layers.config, options, drops)
     layout, group_of = paged_layout(
         layers.groups, layers.recurrent, plan, layers.config, options.fine(config)
@@ -57,9 +52,3 @@ def open_space(
     layout = dataclasses.replace(layout, scored=layers.scored)
     device = Device(model, layers.config, layout, place)
     return device, Space(layers.groups, plan, group_of, device, options), config
-
-
-def _check_extend(config: CacheConfig, groups: tuple[GroupSpec, ...]) -> None:
-    """Refuses SelfExtend where a `CellCache` does; raises BadConfig."""
-    if config.self_extend:
-        checks.self_extend(config.self_extend, groups, shifts=False)

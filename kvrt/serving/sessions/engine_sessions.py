@@ -20,6 +20,7 @@ from kvrt.errors import (
     SessionMismatch,
     UsageError,
 )
+from kvrt.options.compose import check_together
 from kvrt.options.engine import EngineConfig
 from kvrt.policies import AnyPolicy, Schedule
 from kvrt.program.device import Device
@@ -151,18 +152,9 @@ class EngineSessions:
         if request.private_prefix is None:
             self._check_reads(request)
             return request
-        why = ""
-        if not self._options.prefix_cache:
-            why = "goes into the prefix cache, and there is none; set prefix_cache"
-        elif schedule is not None:
-            why = (
-                "is found as long as nothing of it moves, and its policy or SelfExtend would move "
-                "it; shorten the request, or turn that off"
-            )
-        elif jax.process_count() > 1:
-            why = "is read by one process, and there are several; serve it with one"
-        if why:
-            raise BadRequest(f"{request.name}: a private prefix {why}")
+        found = {"moving request": schedule, "several processes": jax.process_count() > 1}
+        here = {name: "" for name, x in found.items() if x}
+        check_together({"private prefix": request.name}, self._options.traits, here)
         self._space.sessions = self
         return dataclasses.replace(request, salt=new_salt())
 
