@@ -1,22 +1,65 @@
 """Inserts saved cells, states and tokens into those of a cache: the plan of a restore."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from kvrt.arrays import Int32, UInt32
 from kvrt.cellcache import group as groups
 from kvrt.cellcache import window
+from kvrt.cellcache.contents import CacheContents
 from kvrt.cellcache.group import CellGroup
 from kvrt.cellcache.history import TokenHistory, renumbered, with_room
 from kvrt.cellcache.recurrent import RecurrentStates
-from kvrt.cellcache.saved import KeptStates, SavedCells
+from kvrt.cellcache.saved import KeptStates, SavedCells, of_sequence
 from kvrt.cells import slots
 from kvrt.cells.cells import Cells, n_used, owned, seq_words
 from kvrt.errors import CacheFull
 
 Sequences = Mapping[int, int]  # saved seq_id -> seq_id in this cache
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InsertPlan:
+    """Where saved cells and states go.
+
+    Attributes:
+      contents: the contents afterwards.
+      slots: by group the cell of each saved cell, the number of cells for those left out; None
+        where nothing is inserted.
+      states: by saved state index the one here.
+    """
+
+    contents: CacheContents
+    slots: tuple[Int32[np.ndarray, " _"] | None, ...]
+    states: Mapping[int, int]
+
+
+def plan_insert(
+    before: CacheContents,
+    saved: Sequence[SavedCells | None],
+    states: Mapping[int, KeptStates] | None,
+    sequences: Sequences,
+) -> InsertPlan:
+    """Plans to insert sequences that are empty in some contents; their tokens are not inserted.
+
+    Args:
+      before: the contents.
+      saved: cells by group; None leaves the group as it is.
+      states: kept states by saved sequence; None without any.
+      sequences: which, and their seq_ids here.
+
+    Raises:
+      CacheFull: there are too few cells.
+    """
+    both = zip(before.groups, saved, strict=True)
+    new = [(g, None) if x is None else into_group(g, x, sequences) for g, x in both]
+    kept, indices = before.states, {}
+    if kept and states is not None:
+        kept, indices = into_states(kept, states, sequences)
+    after = dataclasses.replace(before, groups=tuple(g for g, _ in new), states=kept)
+    return InsertPlan(contents=after, slots=tuple(x for _, x in new), states=indices)
 
 
 def into_group(
@@ -107,9 +150,7 @@ def _renamed(
     """Owners as mask words of `cells`, with the seq_ids of this cache; others are left out."""
     out = np.zeros((len(seqs), cells.seqs.shape[1]), np.uint32)
     for s, here in sequences.items():
-        if s >> 5 < seqs.shape[1]:
-            mine = (seqs[:, s >> 5] >> np.uint32(s & 31)) & 1
-            out |= np.where(mine[:, None] > 0, seq_words(cells, here), np.uint32(0))
+        out |= np.where(of_sequence(seqs, s)[:, None], seq_words(cells, here), np.uint32(0))
     return out
 
 

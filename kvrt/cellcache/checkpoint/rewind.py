@@ -1,7 +1,5 @@
 """What a checkpoint keeps of each group, and a sequence cut back to one: plans only."""
 
-import dataclasses
-
 import numpy as np
 
 from kvrt.cellcache import group as groups
@@ -10,24 +8,10 @@ from kvrt.cellcache.checkpoint import checkpoints
 from kvrt.cellcache.checkpoint.checkpoints import Checkpoint
 from kvrt.cellcache.contents import CacheContents
 from kvrt.cellcache.group import CellGroup
-from kvrt.cellcache.saved import SavedCells
-from kvrt.cells.cells import owned, owner_bits
+from kvrt.cellcache.insert import InsertPlan
+from kvrt.cellcache.saved import SavedCells, one_owner
+from kvrt.cells.cells import owned
 from kvrt.cells.edits import Remove
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RewindPlan:
-    """A sequence cut back to a checkpoint.
-
-    Attributes:
-      contents: the contents afterwards.
-      slots: by group, int32, the cell of each cell of its tail; None where nothing is written.
-      state: the index that the state goes to; None without recurrent layers.
-    """
-
-    contents: CacheContents
-    slots: tuple[np.ndarray | None, ...]
-    state: int | None
 
 
 def tail(group: CellGroup, seq_id: int) -> SavedCells | None:
@@ -40,7 +24,7 @@ def tail(group: CellGroup, seq_id: int) -> SavedCells | None:
     cells = group.cells
     mine = np.flatnonzero(owned(cells, seq_id)).astype(np.int32)
     pos = np.asarray(cells.pos)[mine]
-    seqs = np.repeat(np.asarray(owner_bits(cells, 0))[None], len(mine), axis=0)
+    seqs = one_owner(len(mine), 0)
     seen, lost = insert.seen(group, pos, seqs, {0: group.lost.get(seq_id, ())})
     return SavedCells(
         n_cells=len(cells.pos),
@@ -52,7 +36,7 @@ def tail(group: CellGroup, seq_id: int) -> SavedCells | None:
     )
 
 
-def plan_rewind(before: CacheContents, seq_id: int, checkpoint: Checkpoint) -> RewindPlan:
+def plan_rewind(before: CacheContents, seq_id: int, checkpoint: Checkpoint) -> InsertPlan:
     """Plans to cut a sequence back to one of its checkpoints.
 
     The cells of its windows are given back and taken anew: where no other sequence has cells in a
@@ -61,27 +45,13 @@ def plan_rewind(before: CacheContents, seq_id: int, checkpoint: Checkpoint) -> R
     Raises:
       CacheFull: other sequences leave a group too few cells.
     """
-    edit = Remove(seq_id=seq_id, p0=checkpoint.pos)
-    new, slots = [], []
-    for group, kept in zip(before.groups, checkpoint.tails, strict=True):
-        if kept is None:
-            new.append(groups.apply(group, edit)[0])
-            slots.append(None)
-            continue
-        empty, _ = groups.apply(group, Remove(seq_id=seq_id))
-        group, where = insert.into_group(empty, kept, {0: seq_id})
-        new.append(group)
-        slots.append(where)
-    states, index = before.states, None
-    if states is not None:
-        states = recurrent.apply(states, Remove(seq_id=seq_id))
-        newest = ((checkpoint.pos - 1, 0),)
-        states, indices = insert.into_states(states, {0: newest}, {0: seq_id})
-        index = indices[0]
-    after = CacheContents(
-        groups=tuple(new),
-        states=states,
+    edit, whole = Remove(seq_id=seq_id, p0=checkpoint.pos), Remove(seq_id=seq_id)
+    both = zip(before.groups, checkpoint.tails, strict=True)
+    cut = CacheContents(
+        groups=tuple(groups.apply(g, edit if x is None else whole)[0] for g, x in both),
+        states=before.states and recurrent.apply(before.states, whole),
         history=history.apply(before.history, edit),
         checkpoints=checkpoints.apply(before.checkpoints, edit, joins=False),
     )
-    return RewindPlan(contents=after, slots=tuple(slots), state=index)
+    newest = {0: ((checkpoint.pos - 1, 0),)}
+    return insert.plan_insert(cut, checkpoint.tails, newest, {0: seq_id})

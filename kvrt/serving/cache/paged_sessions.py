@@ -1,13 +1,14 @@
 """Prefixes out of the blocks of an engine for a session, and out of a session into blocks."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
-import jax
 import numpy as np
 
-from kvrt.arrays import AnyArray, Int32
-from kvrt.cells.slots import pad
+from kvrt.arrays import Int32
+from kvrt.cache.kv_blocks import put_cells, take_cells
+from kvrt.cellcache.history import TokenHistory
 from kvrt.config import GroupSpec
 from kvrt.errors import CacheFull, SessionMismatch
 from kvrt.paged.hashing import Chain, PrefixHash
@@ -19,16 +20,19 @@ from kvrt.paged.manager import BlockManager
 from kvrt.paged.requests.transaction import Registered
 from kvrt.program.device import Device
 from kvrt.serving.offload import PoolStores
-from kvrt.serving.sessions.prefix import (
-    SessionPrefix,
-    TakenPrefix,
-    part_of,
-    state_part_of,
-    tail_of,
+from kvrt.serving.sessions.prefix import SessionPrefix
+from kvrt.session.fingerprint import Fingerprint
+from kvrt.session.snapshot import (
+    BLOCK_CELLS,
+    CheckpointPart,
+    GroupPart,
+    KVBlock,
+    Snapshot,
+    StatePart,
+    map_kv,
+    only_state,
+    packed_part,
 )
-from kvrt.session import kv_arrays
-from kvrt.session.snapshot import BLOCK_CELLS, CheckpointPart, GroupPart, KVBlock, StatePart
-from kvrt.store.quantized import AnyKVArray, each
 
 _Key = tuple[int, PrefixHash]  # a group, and what its block is found by
 
@@ -71,16 +75,22 @@ class BlockSessions:
 
     # --- out of blocks -------------------------------------------------------------------------
 
-    def take(self, chain: Chain) -> TakenPrefix | None:
-        """Copies of what blocks have of a chain's tokens but the last; None of nothing."""
+    def take(self, chain: Chain, fingerprint: Fingerprint) -> Snapshot | None:
+        """Copies of what blocks have of a chain's tokens but the last, as sequence 0; or None."""
         hit = self._manager.find_hit(chain)
-        if not hit.n_tokens:
+        n = hit.n_tokens
+        if not n:
             return None
-        return TakenPrefix(
-            n_tokens=hit.n_tokens,
+        pos = np.arange(n, dtype=np.int32)
+        entries = np.stack([pos, np.array(chain.tokens[:n], np.int32), pos])
+        return Snapshot(
+            fingerprint=fingerprint,
             groups=tuple(self._part(spec, hit) for spec in self._specs),
             states=self._state_part(hit),
-            checkpoints=self._checkpoints(chain, hit.n_tokens),
+            history=TokenHistory(pieces={0: (entries,)}, n_marks=n, unshared=frozenset({0})),
+            ga_i={},
+            logits={},
+            checkpoints=self._checkpoints(chain, n),
         )
 
     def _checkpoints(self, chain: Chain, n_tokens: int) -> tuple[CheckpointPart, ...]:
@@ -107,10 +117,9 @@ class BlockSessions:
             pos=hit.n_tokens,
             seq_ids=(0,),
             tails=tuple(
-                tail_of(self._part(spec, hit)) if self._slides(spec) else None
-                for spec in self._specs
+                self._part(spec, hit) if self._slides(spec) else None for spec in self._specs
             ),
-            state=state and tuple(tuple(x[0] for x in layer) for layer in state.tables),
+            state=state and state.one(0),
         )
 
     def _slides(self, spec: GroupSpec) -> bool:
@@ -131,36 +140,28 @@ class BlockSessions:
             self._block(spec, homes, hit, pos[start : start + BLOCK_CELLS])
             for start in range(0, len(pos), BLOCK_CELLS)
         ]
-        return part_of(pos, hit.n_tokens, blocks)
+        ends = np.concatenate([[-1], pos, [hit.n_tokens]]).tolist()
+        gaps = tuple((a + 1, b) for a, b in itertools.pairwise(ends) if b > a + 1)
+        return packed_part(pos, {0: gaps} if gaps else {}, blocks, head=len(pos))
 
     def _block(self, spec: GroupSpec, homes: Sequence[int], hit: Hit, pos: np.ndarray) -> KVBlock:
-        found: dict[int, tuple[AnyKVArray, AnyKVArray]] = {}
+        found: dict[int, KVBlock] = {}
         for g in homes:
-            group, store = self._plan.groups[g], self._store(g)
+            group = self._plan.groups[g]
             slots = _cells(np.array(hit.blocks[g], np.int32), group, pos)
-            n_slots = self._device.layout.stores[store].extent.n_slots
             # sync: the copies leave the device, where layers of a group lie beside those of others
-            both = map(
-                kv_arrays.on_host, self._device.take_kv(store, pad(slots, BLOCK_CELLS, n_slots))
-            )
-            k, v = (kv_arrays.some(x, slice(len(pos))) for x in both)
-            for buffer, layer in enumerate(group.layers):
-                found[layer] = _layer(k, buffer), _layer(v, buffer)
-        k, v = zip(*(found[layer] for layer in spec.layers), strict=True)
-        return KVBlock(k=_stacked(k), v=_stacked(v))
+            taken = map_kv(np.asarray, take_cells(self._device, self._store(g), slots))
+            found |= {layer: _layer(taken, i) for i, layer in enumerate(group.layers)}
+        return _stacked([found[layer] for layer in spec.layers]).some(slice(len(pos)))
 
     def _state_part(self, hit: Hit) -> StatePart | None:
         for g, group in enumerate(self._plan.groups):
             if group.kind == "recurrent":
-                state = jax.tree.map(np.asarray, self._device.take_state(hit.blocks[g][-1]))
-                return state_part_of(state, hit.n_tokens)
+                state = self._device.take_state(hit.blocks[g][-1])
+                return only_state(state, hit.n_tokens - 1)
         return None
 
     # --- into blocks ---------------------------------------------------------------------------
-
-    def n_tokens(self, prefix: SessionPrefix) -> int:
-        """The longest hit that blocks filled from a prefix can give; 0 for none."""
-        return self._longest(prefix)[0]
 
     def put(self, prefixes: Sequence[SessionPrefix]) -> tuple[list[int], list[Registered]]:
         """Fills free blocks with prefixes; blocks that are cached already stay as they are.
@@ -209,7 +210,7 @@ class BlockSessions:
     ) -> None:
         """Adds what shorter hits need, the longest first, as far as there is room for it."""
         size = self._hit_size
-        for at in sorted({c.pos for c in prefix.checkpoints}, reverse=True):
+        for at in sorted(set(prefix.checkpoints), reverse=True):
             if at >= end or at % size or any(self._refusal(prefix, g, at) for g in self._groups):
                 continue
             new = {k: x for k, x in self._sources(prefix, at).items() if k not in wanted}
@@ -330,14 +331,12 @@ class BlockSessions:
         inside = np.arange(size, dtype=np.int32)
         slots, pos = ((x[:, None] * np.int32(size) + inside).reshape(-1) for x in some.T)
         slots += np.int32(group.first_cell)
-        n = max(BLOCK_CELLS, size)
-        layers = [self._layers[x] for x in group.layers]
-        both = [prefix.groups[i].kv(j, pos) for i, j in layers]
+        places = [self._layers[x] for x in group.layers]
+        taken = {i: prefix.groups[i].kv(pos) for i in {i for i, _ in places}}
+        layers = [_layer(taken[i], j) for i, j in places]
         # Groups of fewer layers leave arrays of the pool unused.
-        both += both[:1] * (self._plan.pools[group.pool].n_buffers - len(both))
-        k, v = (_padded(_stacked(x), n) for x in zip(*both, strict=True))
-        n_slots = self._device.layout.stores[store].extent.n_slots
-        self._device.put_kv(store, pad(slots, n, n_slots), k, v)
+        layers += layers[:1] * (self._plan.pools[group.pool].n_buffers - len(layers))
+        put_cells(self._device, store, slots, _stacked(layers), max(BLOCK_CELLS, size))
 
     @property
     def _groups(self) -> list[int]:
@@ -366,19 +365,10 @@ def _cells(blocks: np.ndarray, group: PagedGroup, pos: np.ndarray) -> np.ndarray
     return blocks[pos // size] * size + np.int32(group.first_cell) + pos % size
 
 
-def _layer(kv: AnyKVArray, i: int) -> AnyKVArray:
-    return each(lambda x: x[i], kv)
+def _layer(kv: KVBlock, i: int) -> KVBlock:
+    return map_kv(lambda x: x[i], kv)
 
 
-def _stacked(layers: Sequence[AnyKVArray]) -> AnyKVArray:
-    """Keys or values of several layers as one."""
-    return each(lambda *x: np.stack(x), *layers)
-
-
-def _padded(kv: AnyKVArray, n: int) -> AnyKVArray:
-    """Keys or values [L, m, H, D], padded to n."""
-
-    def whole(x: AnyArray) -> np.ndarray:
-        return np.pad(np.asarray(x), [(0, n - x.shape[1] if a == 1 else 0) for a in range(x.ndim)])
-
-    return each(whole, kv)
+def _stacked(layers: Sequence[KVBlock]) -> KVBlock:
+    """Keys and values of several layers as one."""
+    return map_kv(lambda *x: np.stack(x), *layers)

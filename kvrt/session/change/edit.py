@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from kvrt.session import described, kv_arrays
 from kvrt.session.change import recode
 from kvrt.session.manifest import Manifest
 from kvrt.session.snapshot import (
-    BLOCK_CELLS,
+    BlockCells,
     CheckpointPart,
     GroupPart,
     KVBlock,
@@ -158,30 +158,8 @@ def _part(part: GroupPart, group: CellGroup) -> GroupPart:
         pos=pos[left],
         seqs=seqs[left],
         lost=group.lost,
-        blocks=list(some_cells(part.blocks, left)),
+        blocks=BlockCells(part.blocks).in_blocks(np.flatnonzero(left)),
     )
-
-
-def some_cells(blocks: Sequence[KVBlock], left: np.ndarray) -> Iterator[KVBlock]:
-    """The cells of a group that are left, 256 in each block but the last.
-
-    Args:
-      blocks: of the group.
-      left: by cell.
-    """
-    if left.all():
-        yield from blocks
-        return
-    n_same = int(np.argmin(left)) // BLOCK_CELLS  # blocks before the first cell that goes
-    yield from blocks[:n_same]
-    at = np.flatnonzero(left[n_same * BLOCK_CELLS :])
-    rest = blocks[n_same:]
-    if not len(at):
-        return
-    k, v = kv_arrays.join_blocks([b.k for b in rest]), kv_arrays.join_blocks([b.v for b in rest])
-    for start in range(0, len(at), BLOCK_CELLS):
-        here = at[start : start + BLOCK_CELLS]
-        yield KVBlock(k=kv_arrays.some(k, here), v=kv_arrays.some(v, here))
 
 
 def _state_part(part: StatePart, states: RecurrentStates) -> StatePart:
