@@ -94,7 +94,11 @@ class BlockSessions:
         )
 
     def _checkpoints(self, chain: Chain, n_tokens: int) -> tuple[CheckpointPart, ...]:
-        """Shorter hits that there would be as well, as many as a sequence has checkpoints."""
+        """Shorter hits that there would be as well, as many as a sequence has checkpoints.
+
+        One at the end of a chunk is left out: its next token sees no cell, and a session says where
+        a sequence ends by its newest one.
+        """
         out: list[CheckpointPart] = []
         config, align = self._device.spec.config, self._manager.align
         interval = config.checkpoint_interval
@@ -106,8 +110,9 @@ class BlockSessions:
             wanted = max((n_tokens - 1) // every * every, 0)
             hit = self._manager.find_hit(chain.beginning(wanted + 1))
             n_tokens = hit.n_tokens
-            if n_tokens:
-                out.append(self._checkpoint(hit))
+            part = self._checkpoint(hit) if n_tokens else None
+            if part and all(tail is None or len(tail.pos) for tail in part.tails):
+                out.append(part)
         return tuple(out[::-1])
 
     def _checkpoint(self, hit: Hit) -> CheckpointPart:
