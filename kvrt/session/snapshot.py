@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import numpy as np
 from msgspec import Meta
 
-from kvrt.arrays import AnyArray, Float, Int32, Shaped
+from kvrt.arrays import AnyArray, Bool, Float, Int32, Shaped
 from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.saved import KeptStates, SavedCells, one_owner
 from kvrt.cellcache.window import Intervals
@@ -102,6 +102,17 @@ def with_kv(cells: SavedCells, blocks: Sequence[KVBlock]) -> GroupPart:
     """Cells with their keys and values."""
     fields = (f.name for f in dataclasses.fields(SavedCells))
     return GroupPart(**{name: getattr(cells, name) for name in fields}, blocks=blocks)
+
+
+def some_of_part(part: GroupPart, left: Bool[np.ndarray, " n"]) -> GroupPart:
+    """A part with some of its cells."""
+    return dataclasses.replace(
+        part,
+        index=part.index[left],
+        pos=part.pos[left],
+        seqs=part.seqs[left],
+        blocks=BlockCells(part.blocks).in_blocks(np.flatnonzero(left)),
+    )
 
 
 def packed_part(

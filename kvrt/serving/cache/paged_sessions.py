@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -44,6 +44,21 @@ class _Source:
     prefix: SessionPrefix
     index: int
     end: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Filling:
+    """Blocks that prefixes need.
+
+    Attributes:
+      sources: where their contents are.
+      lacking: by pool, those that are to be filled.
+      cached: by pool, blocks that are cached already.
+    """
+
+    sources: Mapping[_Key, _Source]
+    lacking: Sequence[list[_Key]]
+    cached: Sequence[list[int]]
 
 
 class BlockSessions:
@@ -185,49 +200,44 @@ class BlockSessions:
                 raise SessionMismatch(why)
             ends.append(end)
             wanted |= self._sources(prefix, end)
-        lacking, cached = self._divided(wanted)
-        self._check_room(lacking, cached)
+        none = [[] for _ in self._pools]
+        filling = self._extended(_Filling(sources={}, lacking=none, cached=none), wanted)
         if self._device.spec.config.n_checkpoints:
             for prefix, end in zip(prefixes, ends, strict=True):
-                self._add_checkpoints(prefix, end, wanted, lacking, cached)
-        return ends, self._fill(wanted, lacking, cached)
+                filling = self._with_checkpoints(prefix, end, filling)
+        return ends, self._fill(filling)
 
-    def _divided(self, wanted: Iterable[_Key]) -> tuple[list[list[_Key]], list[list[int]]]:
-        """By pool, what is to be filled, and blocks that are cached already."""
-        lacking: list[list[_Key]] = [[] for _ in self._pools]
-        cached: list[list[int]] = [[] for _ in self._pools]
-        for g, entry in wanted:
+    def _extended(self, filling: _Filling, sources: Mapping[_Key, _Source]) -> _Filling:
+        """The blocks of a filling and further ones; raises CacheFull if too few are free."""
+        new = {key: x for key, x in sources.items() if key not in filling.sources}
+        lacking, cached = list(map(list, filling.lacking)), list(map(list, filling.cached))
+        for g, entry in new:
             pool = self._plan.groups[g].pool
             block = self._pools[pool].find(g, entry)
             if block is None:
                 lacking[pool].append((g, entry))
             else:
                 cached[pool].append(block)
-        return lacking, cached
+        for keys, blocks, pool in zip(lacking, cached, self._pools, strict=True):
+            n_free = pool.n_free - pool.count(list(dict.fromkeys(blocks)), n_refs=0)
+            if len(keys) > n_free:
+                raise CacheFull(
+                    f"the session needs {len(keys)} {'cells' if self._hit_size == 1 else 'blocks'}"
+                    f", {n_free} of {pool.n_blocks - 1} are free; raise n_ctx, or trim the session"
+                )
+        return _Filling(sources={**filling.sources, **new}, lacking=lacking, cached=cached)
 
-    def _add_checkpoints(
-        self,
-        prefix: SessionPrefix,
-        end: int,
-        wanted: dict[_Key, _Source],
-        lacking: list[list[_Key]],
-        cached: list[list[int]],
-    ) -> None:
+    def _with_checkpoints(self, prefix: SessionPrefix, end: int, filling: _Filling) -> _Filling:
         """Adds what shorter hits need, the longest first, as far as there is room for it."""
         size = self._hit_size
         for at in sorted(set(prefix.checkpoints), reverse=True):
             if at >= end or at % size or any(self._refusal(prefix, g, at) for g in self._groups):
                 continue
-            new = {k: x for k, x in self._sources(prefix, at).items() if k not in wanted}
-            more, held = self._divided(new)
-            more = [a + b for a, b in zip(lacking, more, strict=True)]
-            held = [a + b for a, b in zip(cached, held, strict=True)]
             try:
-                self._check_room(more, held)
+                filling = self._extended(filling, self._sources(prefix, at))
             except CacheFull:
-                return
-            wanted |= new
-            lacking[:], cached[:] = more, held
+                break
+        return filling
 
     def _longest(self, prefix: SessionPrefix) -> tuple[int, str]:
         """Tokens of the longest hit that a prefix can give, and why it is none."""
@@ -282,39 +292,23 @@ class BlockSessions:
                 out[g, entry] = _Source(prefix=prefix, index=i, end=n)
         return out
 
-    def _check_room(self, lacking: Sequence[Sequence[_Key]], cached: Sequence[list[int]]) -> None:
-        for keys, blocks, pool in zip(lacking, cached, self._pools, strict=True):
-            n_free = pool.n_free - pool.count(list(dict.fromkeys(blocks)), n_refs=0)
-            if len(keys) > n_free:
-                raise CacheFull(
-                    f"the session needs {len(keys)} {'cells' if self._hit_size == 1 else 'blocks'}"
-                    f", {n_free} of {pool.n_blocks - 1} are free; raise n_ctx, or trim the session"
-                )
-
-    def _fill(
-        self,
-        wanted: Mapping[_Key, _Source],
-        lacking: Sequence[Sequence[_Key]],
-        cached: Sequence[list[int]],
-    ) -> list[Registered]:
+    def _fill(self, filling: _Filling) -> list[Registered]:
         """Writes what is lacking into free blocks, and lets it be found."""
         # What is cached must not go for the rest.
-        for pool, blocks in zip(self._pools, cached, strict=True):
+        for pool, blocks in zip(self._pools, filling.cached, strict=True):
             pool.touch(blocks)
-        out, taken = (
-            [],
-            [pool.take(len(keys)) for pool, keys in zip(self._pools, lacking, strict=True)],
-        )
+        pools = zip(self._pools, filling.lacking, strict=True)
+        out, taken = [], [pool.take(len(keys)) for pool, keys in pools]
         try:
-            for keys, blocks in zip(lacking, taken, strict=True):
+            for keys, blocks in zip(filling.lacking, taken, strict=True):
                 for g in dict.fromkeys(g for g, _ in keys):
                     mine = [(b, e) for b, (of, e) in zip(blocks, keys, strict=True) if of == g]
-                    self._write(g, [(block, wanted[g, entry]) for block, entry in mine])
+                    self._write(g, [(block, filling.sources[g, entry]) for block, entry in mine])
                     out += [Registered(g, block, entry) for block, entry in mine]
             for g, block, entry in out:
                 self._pools[self._plan.groups[g].pool].register(block, g, entry)
         finally:
-            for pool, blocks, new in zip(self._pools, cached, taken, strict=True):
+            for pool, blocks, new in zip(self._pools, filling.cached, taken, strict=True):
                 pool.free((blocks + new)[::-1])
         return out
 

@@ -24,12 +24,12 @@ from kvrt.session import described, kv_arrays
 from kvrt.session.change import recode
 from kvrt.session.manifest import Manifest
 from kvrt.session.snapshot import (
-    BlockCells,
     CheckpointPart,
     GroupPart,
     KVBlock,
     Snapshot,
     StatePart,
+    some_of_part,
 )
 from kvrt.sizes import types_of
 
@@ -147,19 +147,12 @@ def _states(held: Mapping[int, KeptStates]) -> RecurrentStates:
 
 def _part(part: GroupPart, group: CellGroup) -> GroupPart:
     """A group with the cells that are left."""
-    pos, seqs = np.asarray(group.cells.pos), np.asarray(group.cells.seqs)
-    left = pos >= 0
+    seqs, left = np.asarray(group.cells.seqs), np.asarray(group.cells.pos) >= 0
     # A cell that was freed before the head is where the next search starts.
     freed = np.append(part.index[group.head :], part.n_cells)[0]
-    return GroupPart(
-        n_cells=part.n_cells,
-        head=min(part.head, int(freed)),
-        index=part.index[left],
-        pos=pos[left],
-        seqs=seqs[left],
-        lost=group.lost,
-        blocks=BlockCells(part.blocks).in_blocks(np.flatnonzero(left)),
-    )
+    kept = some_of_part(part, left)
+    head = min(part.head, int(freed))
+    return dataclasses.replace(kept, head=head, seqs=seqs[left], lost=group.lost)
 
 
 def _state_part(part: StatePart, states: RecurrentStates) -> StatePart:

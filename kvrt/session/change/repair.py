@@ -28,6 +28,7 @@ from kvrt.session.snapshot import (
     GroupPart,
     Snapshot,
     only_state,
+    some_of_part,
 )
 
 
@@ -208,14 +209,8 @@ def _at_checkpoint(snapshot: Snapshot, seq_id: int, checkpoint: CheckpointPart) 
 def _before(part: GroupPart, seq_id: int, pos: int) -> GroupPart:
     """The cells of a sequence before a position, where a group keeps every position."""
     left = of_sequence(part.seqs, seq_id) & (part.pos < pos)
-    return dataclasses.replace(
-        part,
-        index=part.index[left],
-        pos=part.pos[left],
-        seqs=one_owner(int(left.sum()), seq_id),
-        lost={},
-        blocks=BlockCells(part.blocks).in_blocks(np.flatnonzero(left)),
-    )
+    kept = some_of_part(part, left)
+    return dataclasses.replace(kept, seqs=one_owner(len(kept.pos), seq_id), lost={})
 
 
 def _of_tail(tail: GroupPart, seq_id: int) -> GroupPart:
