@@ -11,16 +11,17 @@ import jax
 import jax.numpy as jnp
 
 from kvrt.cache.kv_blocks import padded_block, put_cells, take_cells
-from kvrt.cellcache.checkpoint import checkpoints, rewind
+from kvrt.cellcache.checkpoint import checkpoints
 from kvrt.cellcache.checkpoint.checkpoints import Checkpoint, CheckpointLimits, Checkpoints
 from kvrt.cellcache.contents import CacheContents
 from kvrt.cellcache.host_cells import HostCells
-from kvrt.cellcache.insert import InsertPlan, Sequences
+from kvrt.cellcache.insert import InsertPlan, Sequences, window_tail
 from kvrt.cellcache.saved import SavedCells
 from kvrt.config import MAX_POS
-from kvrt.errors import BadConfig
 from kvrt.options.cache import CacheConfig
+from kvrt.paged.layout.checkpoints import check_budget
 from kvrt.program.device import Device
+from kvrt.program.estimate import one_checkpoint_bytes
 from kvrt.session.snapshot import CheckpointPart, GroupPart, joined_block, map_kv, with_kv
 from kvrt.store import kv as kv_store
 from kvrt.store import recurrent
@@ -60,15 +61,7 @@ class ContextCheckpoints:
         self.limits = CheckpointLimits(n_most=config.n_checkpoints, n_bytes=config.checkpoint_bytes)
         self._cell_bytes = [kv_store.cell_bytes(x) for x in device.layout.stores]
         self._state_bytes = recurrent.bytes_of_one(device.layout.recurrent)
-        whole = [x.group.mask.size * n for x, n in zip(host.groups, self._cell_bytes, strict=True)]
-        one = self._state_bytes + sum(
-            n for n, x in zip(whole, host.groups, strict=True) if x.group.rolls
-        )
-        if self.limits.n_bytes is not None and self.limits.n_bytes < one:
-            raise BadConfig(
-                f"checkpoint_bytes is {self.limits.n_bytes:,}, one checkpoint of this model takes "
-                f"{one:,}; raise it, or set n_checkpoints to 0"
-            )
+        check_budget(config, one_checkpoint_bytes(device.layout))
 
     def n_until(self, pos: int) -> int:
         """Tokens from a position to where the next one is due; many without an interval."""
@@ -88,7 +81,7 @@ class ContextCheckpoints:
             return None
         tails = []
         for i, group in enumerate(before.groups):
-            tail = rewind.tail(group, seq_id)
+            tail = window_tail(group, seq_id)
             size = 0 if tail is None else self._n_padded(i, tail)
             kv = tail and with_kv(tail, [take_cells(self._device, i, tail.index, size)])
             tails.append(kv)

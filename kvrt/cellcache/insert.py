@@ -1,4 +1,4 @@
-"""Inserts saved cells, states and tokens into those of a cache: the plan of a restore."""
+"""Inserts saved cells, states and tokens into those of a cache: plans of restores and rewinds."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -7,14 +7,18 @@ import numpy as np
 
 from kvrt.arrays import Int32, UInt32
 from kvrt.cellcache import group as groups
-from kvrt.cellcache import window
+from kvrt.cellcache import history as histories
+from kvrt.cellcache import recurrent, window
+from kvrt.cellcache.checkpoint import checkpoints
+from kvrt.cellcache.checkpoint.checkpoints import Checkpoint
 from kvrt.cellcache.contents import CacheContents
 from kvrt.cellcache.group import CellGroup
 from kvrt.cellcache.history import TokenHistory, renumbered, with_room
 from kvrt.cellcache.recurrent import RecurrentStates
-from kvrt.cellcache.saved import KeptStates, SavedCells, of_sequence
+from kvrt.cellcache.saved import KeptStates, SavedCells, of_sequence, one_owner
 from kvrt.cells import slots
 from kvrt.cells.cells import Cells, n_used, owned, seq_words
+from kvrt.cells.edits import Remove
 from kvrt.errors import CacheFull
 
 Sequences = Mapping[int, int]  # saved seq_id -> seq_id in this cache
@@ -62,6 +66,49 @@ def plan_insert(
     return InsertPlan(contents=after, slots=tuple(x for _, x in new), states=indices)
 
 
+def window_tail(group: CellGroup, seq_id: int) -> SavedCells | None:
+    """The cells that a sequence's next token sees, as those of sequence 0.
+
+    None where the group keeps every position. No change of positions may be pending.
+    """
+    if not group.rolls:
+        return None
+    cells = group.cells
+    mine = np.flatnonzero(owned(cells, seq_id)).astype(np.int32)
+    pos = np.asarray(cells.pos)[mine]
+    seqs = one_owner(len(mine), 0)
+    stays, lost = _seen(group, pos, seqs, {0: group.lost.get(seq_id, ())})
+    return SavedCells(
+        n_cells=len(cells.pos),
+        head=group.head,
+        index=mine[stays],
+        pos=pos[stays],
+        seqs=seqs[stays],
+        lost={s: x for s, x in lost.items() if x},
+    )
+
+
+def plan_rewind(before: CacheContents, seq_id: int, checkpoint: Checkpoint) -> InsertPlan:
+    """Plans to cut a sequence back to one of its checkpoints.
+
+    The cells of its windows are given back and taken anew: where no other sequence has cells in a
+    group each token gets the cell that it had, so that later steps give the same bits.
+
+    Raises:
+      CacheFull: other sequences leave a group too few cells.
+    """
+    edit, whole = Remove(seq_id=seq_id, p0=checkpoint.pos), Remove(seq_id=seq_id)
+    both = zip(before.groups, checkpoint.tails, strict=True)
+    cut = CacheContents(
+        groups=tuple(groups.apply(g, edit if x is None else whole)[0] for g, x in both),
+        states=before.states and recurrent.apply(before.states, whole),
+        history=histories.apply(before.history, edit),
+        checkpoints=checkpoints.apply(before.checkpoints, edit, joins=False),
+    )
+    newest = {0: ((checkpoint.pos - 1, 0),)}
+    return plan_insert(cut, checkpoint.tails, newest, {0: seq_id})
+
+
 def into_group(
     group: CellGroup, saved: SavedCells, sequences: Sequences
 ) -> tuple[CellGroup, Int32[np.ndarray, " n"]]:
@@ -89,7 +136,7 @@ def into_group(
     n_here = int(n_used(group.cells))
     same = n_here == 0 and n_cells == saved.n_cells
     if group.rolls and not same:
-        wanted, lost = seen(group, saved.pos, seqs, lost)
+        wanted, lost = _seen(group, saved.pos, seqs, lost)
     n = int(np.count_nonzero(wanted))
     out = np.full(len(wanted), n_cells, np.int32)
     if same:
@@ -154,7 +201,7 @@ def _renamed(
     return out
 
 
-def seen(
+def _seen(
     group: CellGroup,
     pos: Int32[np.ndarray, " n"],
     seqs: np.ndarray,
