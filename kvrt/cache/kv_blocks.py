@@ -36,10 +36,10 @@ def put_cells(
 def put_kv_blocks(
     device: Device, store: int, slots: Int32[np.ndarray, " n"], blocks: Sequence[KVBlock]
 ) -> None:
-    """Writes the cells of blocks of up to 256, as `put_cells` does."""
+    """Writes cells of blocks of up to 256, as `put_cells` does; those may be of other devices."""
     start = 0
     for block in blocks:
-        put_cells(device, store, slots[start : start + block.n], block)
+        put_cells(device, store, slots[start : start + block.n], map_kv(np.asarray, block))
         start += block.n
 
 

@@ -72,7 +72,7 @@ class BlockCells:
         self._blocks, self._starts = blocks, np.cumsum([0, *(x.n for x in blocks)])
 
     def take(self, which: np.ndarray) -> KVBlock:
-        """Some cells on the host, at least one; a block that is taken whole is as it was."""
+        """Some cells, at least one, on the host but for a block that is taken whole."""
         of = np.searchsorted(self._starts, which, side="right") - 1
         used, place = np.unique(of, return_inverse=True)
         blocks = [self._blocks[i] for i in used.tolist()]
@@ -215,8 +215,10 @@ class Snapshot:
     groups: tuple[GroupPart, ...]
     states: StatePart | None
     history: TokenHistory
-    ga_i: Mapping[int, int]
-    logits: Mapping[int, tuple[int, Float[AnyArray, " V"]]]
+    ga_i: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    logits: Mapping[int, tuple[int, Float[AnyArray, " V"]]] = dataclasses.field(
+        default_factory=dict
+    )
     draws: Mapping[int, SamplingState] = dataclasses.field(default_factory=dict)
     policy: Mapping[str, Any] | None = None
     policies: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)

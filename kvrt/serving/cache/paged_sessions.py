@@ -103,8 +103,6 @@ class BlockSessions:
             groups=tuple(self._part(spec, hit) for spec in self._specs),
             states=self._state_part(hit),
             history=TokenHistory(pieces={0: (entries,)}, n_marks=n, unshared=frozenset({0})),
-            ga_i={},
-            logits={},
             checkpoints=self._checkpoints(chain, n),
         )
 

@@ -7,7 +7,7 @@ import numpy as np
 from kvrt.arrays import Int32
 from kvrt.cellcache import history
 from kvrt.cellcache.saved import of_sequence
-from kvrt.session.snapshot import BlockCells, GroupPart, KVBlock, Snapshot
+from kvrt.session.snapshot import BlockCells, GroupPart, KVBlock, Snapshot, map_kv
 from kvrt.store.recurrent import OneState
 
 
@@ -74,5 +74,5 @@ class PrefixCells:
         return int(self._n_lacking[end] - self._n_lacking[start])
 
     def kv(self, pos: Int32[np.ndarray, " n"]) -> KVBlock:
-        """Keys and values of positions in every layer of the group."""
-        return self._cells.take(self._index[pos])
+        """Keys and values of positions in every layer of the group, on the host."""
+        return map_kv(np.asarray, self._cells.take(self._index[pos]))

@@ -9,6 +9,7 @@ of states, or both, as in the file. Of windowed layers it has the cells that the
 Source: llama.cpp `server-task.cpp` (server_prompt_checkpoint), `llama-kv-cache-iswa.cpp`.
 """
 
+import dataclasses
 import struct
 from collections.abc import Iterator, Sequence
 
@@ -138,8 +139,7 @@ def _tails(
     n = len(pos)
     owned = Owned(pos=pos, cell=np.arange(n, dtype=np.int32), seq=np.zeros(n, np.int32))
     cells = WrittenCells(places=windows, owned=owned, keep=np.ones(n, bool))
-    fields = {"fingerprint": snapshot.fingerprint, "history": snapshot.history}
-    return cells, Snapshot(**fields, groups=tuple(groups), states=None, ga_i={}, logits={})
+    return cells, dataclasses.replace(snapshot, groups=tuple(groups))
 
 
 def _count(at: Source) -> int:

@@ -102,8 +102,6 @@ def read(
         states=states,
         checkpoints=tuple(x for x in checkpoints if x.pos <= n_past),
         history=history,
-        ga_i={},
-        logits={},
     )
 
 

@@ -96,8 +96,6 @@ def read(
         groups=tuple(parts),
         states=None,
         history=history,
-        ga_i={},
-        logits={},
     )
 
 
