@@ -4,26 +4,23 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvrt.arrays import AnyArray, Int32, put
+from kvrt.attention.scored.layers import LayerKinds
 from kvrt.cache import checkpoint
 from kvrt.cache.cell_cache import CellCache
-from kvrt.cache.divided import divided_blocks
-from kvrt.cellcache import contents, insert, recurrent
+from kvrt.cache.kv_blocks import copied_blocks, divided_blocks, put_kv_blocks
+from kvrt.cellcache import contents, recurrent
 from kvrt.cellcache.blocks import CellCopies
 from kvrt.cellcache.contents import CacheContents
-from kvrt.cellcache.insert import Sequences
+from kvrt.cellcache.insert import Sequences, into_history, plan_insert
 from kvrt.cells.edits import Remove
-from kvrt.cells.slots import pad
 from kvrt.errors import BadSequence
 from kvrt.options.cache import CacheConfig
 from kvrt.policies import AnyPolicy
-from kvrt.program.device import Device
+from kvrt.program.layout import Layout
 from kvrt.program.programs import Programs
-from kvrt.session import kv_arrays
 from kvrt.session.change import edit
 from kvrt.session.fingerprint import (
     Fingerprint,
@@ -34,23 +31,20 @@ from kvrt.session.fingerprint import (
     with_scored,
 )
 from kvrt.session.snapshot import (
-    BLOCK_CELLS,
     GroupPart,
-    KVBlock,
     SamplingState,
     Snapshot,
     StatePart,
 )
-from kvrt.store import kv as kv_store
-from kvrt.store.codec import AnyKVArray
-from kvrt.store.recurrent import StateStore
 
 
-def fingerprint(programs: Programs, n_vocab: int, identity: Mapping[str, str]) -> Fingerprint:
+def fingerprint(
+    programs: Programs, layers: Layout | LayerKinds, n_vocab: int, identity: Mapping[str, str]
+) -> Fingerprint:
     """The fingerprint of sessions of this model and cache; raises BadConfig without weights."""
-    weights, layout, config = programs.weights_digest, programs.spec.layout, programs.spec.config
-    found = describe(layout.groups, layout.recurrent, config, n_vocab, weights, identity)
-    return with_scored(found, layout.scored, config)
+    weights, config = programs.weights_digest, programs.spec.config
+    found = describe(layers.groups, layers.recurrent, config, n_vocab, weights, identity)
+    return with_scored(found, layers.scored, config)
 
 
 def capture(
@@ -151,13 +145,18 @@ def put_sequences(
     Raises:
       CacheFull: there are too few cells; nothing was written.
     """
-    after, slots, states = plan_restore(before, snapshot, sequences)
+    saved = snapshot.states
+    plan = plan_insert(before, snapshot.groups, saved and saved.held, sequences)
+    tokens = into_history(before.history, snapshot.history, sequences)
+    after = dataclasses.replace(plan.contents, history=tokens)
     placed = [here for s, here in sequences.items() if s in snapshot.in_blocks]
     after, copies = _in_blocks(cache, after, placed)
-    for i, group in enumerate(snapshot.groups):
-        _put(i, group, slots[i], len(after.groups[i].cells.pos), cache.device)
-    if snapshot.states and after.states:
-        _put_states(snapshot.states, states, cache.device)
+    for i, (part, slots) in enumerate(zip(snapshot.groups, plan.slots, strict=True)):
+        assert slots is not None, "a snapshot has cells of every group"
+        put_kv_blocks(cache.device, i, slots, part.blocks)
+    for index, here in plan.states.items():
+        assert saved is not None, "a state of it was inserted"
+        cache.device.put_state(here, saved.one(index))
     for each in copies:
         cache.copy_cells(each)
     if cache.checkpoints is not None:
@@ -180,23 +179,6 @@ def _in_blocks(
     return after, copies
 
 
-def plan_restore(
-    before: CacheContents, snapshot: Snapshot, sequences: Sequences
-) -> tuple[CacheContents, list[np.ndarray], dict[int, int]]:
-    """The contents after a restore, the cell of each saved cell by group, and state indices."""
-    groups, slots = [], []
-    for group, part in zip(before.groups, snapshot.groups, strict=True):
-        group, out = insert.into_group(group, part, sequences)
-        groups.append(group)
-        slots.append(out)
-    states, indices = before.states, {}
-    if states and snapshot.states:
-        states, indices = insert.into_states(states, snapshot.states.held, sequences)
-    tokens = insert.into_history(before.history, snapshot.history, sequences)
-    after = dataclasses.replace(before, groups=tuple(groups), states=states, history=tokens)
-    return after, slots, indices
-
-
 def _group(cache: CellCache, i: int, divided: bool) -> GroupPart:
     indexed = cache.host.groups[i]
     cells, group = indexed.cells, indexed.group
@@ -208,20 +190,8 @@ def _group(cache: CellCache, i: int, divided: bool) -> GroupPart:
         pos=np.asarray(cells.pos)[index],
         seqs=np.asarray(cells.seqs)[index],
         lost=dict(group.lost),
-        blocks=(divided_blocks if divided else copied_blocks)(cache, i, index),
+        blocks=(divided_blocks if divided else copied_blocks)(cache.device, i, index),
     )
-
-
-def copied_blocks(cache: CellCache, group: int, index: Int32[np.ndarray, " n"]) -> list[KVBlock]:
-    """Copies of keys and values of some cells of a group, on the device."""
-    out = []
-    for start in range(0, len(index), BLOCK_CELLS):
-        part = index[start : start + BLOCK_CELLS]
-        n_slots = cache.host.groups[group].extent.n_slots
-        k, v = cache.device.take_kv(group, pad(part, BLOCK_CELLS, n_slots))
-        real = slice(len(part))
-        out.append(KVBlock(k=kv_arrays.some(k, real), v=kv_arrays.some(v, real)))
-    return out
 
 
 def _states(cache: CellCache) -> StatePart | None:
@@ -231,40 +201,6 @@ def _states(cache: CellCache) -> StatePart | None:
     kept, used = recurrent.packed(states)
     tables = tuple(tuple(t[used] for t in layer) for layer in stored.tables)
     return StatePart(held=kept, tables=tables)
-
-
-def _put(group: int, part: GroupPart, slots: np.ndarray, n_cells: int, device: Device) -> None:
-    store = device.cache.stores[group]
-    for i, block in enumerate(part.blocks):
-        here = slots[i * BLOCK_CELLS : (i + 1) * BLOCK_CELLS]
-        n = kv_store.n_cells(store)
-        # Cells that are left out go behind the last one, where nothing is written.
-        target = pad(np.where(here < n_cells, here, n), BLOCK_CELLS, n)
-        device.put_kv(group, target, _whole(block.k), _whole(block.v))
-
-
-def _whole(rows: AnyKVArray) -> AnyKVArray:
-    """Rows, padded to a whole block."""
-
-    def padded(x: AnyArray) -> np.ndarray:
-        x = np.asarray(x)
-        if x.shape[1] == BLOCK_CELLS:
-            return x
-        out = np.zeros((x.shape[0], BLOCK_CELLS, *x.shape[2:]), x.dtype)
-        out[:, : x.shape[1]] = x
-        return out
-
-    return jax.tree.map(padded, rows)
-
-
-def _put_states(part: StatePart, where: Mapping[int, int], device: Device) -> None:
-    assert device.cache.states is not None
-    src, dst = (np.array(list(x), np.int32) for x in (where.keys(), where.values()))
-    tables: Any = tuple(
-        tuple(put(t, dst, np.asarray(x)[src]) for t, x in zip(old, new, strict=True))
-        for old, new in zip(device.cache.states.tables, part.tables, strict=True)
-    )
-    device.cache = dataclasses.replace(device.cache, states=StateStore(tables=tables))
 
 
 def _check_sequence(s: int, here: int, snapshot: Snapshot, n_seq_max: int) -> None:

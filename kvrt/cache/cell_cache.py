@@ -16,10 +16,11 @@ from kvrt.cache.last_logits import LastLogits
 from kvrt.cache.stats import Counts, LostCheckpoint
 from kvrt.cellcache import contents, history
 from kvrt.cellcache.blocks import CellCopies
-from kvrt.cellcache.checkpoint import checkpoints, rewind
+from kvrt.cellcache.checkpoint import checkpoints
 from kvrt.cellcache.checkpoint.checkpoints import Checkpoint
 from kvrt.cellcache.contents import CacheContents
 from kvrt.cellcache.host_cells import HostCells
+from kvrt.cellcache.insert import plan_rewind
 from kvrt.cells import check_seq_id, n_used
 from kvrt.cells.edits import Copy, Keep, Remove, SeqEdit
 from kvrt.config import GroupSpec, layer_traits
@@ -174,7 +175,7 @@ class CellCache:
           CacheFull: other sequences share cells, and there are too few for tokens of its own.
         """
         assert self.checkpoints is not None, "without them there is none"
-        plan = rewind.plan_rewind(self.host.contents, seq_id, checkpoint)
+        plan = plan_rewind(self.host.contents, seq_id, checkpoint)
         if not self.in_blocks(seq_id):
             n_free = contents.n_tokens_free(plan.contents)
             shifts = self.policy is not None

@@ -9,42 +9,35 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from kvrt.arrays import AnyArray, Array
-from kvrt.cellcache.checkpoint import checkpoints, rewind
+from kvrt.cache.kv_blocks import padded_block, put_cells, take_cells
+from kvrt.cellcache.checkpoint import checkpoints
 from kvrt.cellcache.checkpoint.checkpoints import Checkpoint, CheckpointLimits, Checkpoints
-from kvrt.cellcache.checkpoint.rewind import RewindPlan
 from kvrt.cellcache.contents import CacheContents
 from kvrt.cellcache.host_cells import HostCells
-from kvrt.cellcache.insert import Sequences
+from kvrt.cellcache.insert import InsertPlan, Sequences, window_tail
 from kvrt.cellcache.saved import SavedCells
-from kvrt.cells.slots import pad
 from kvrt.config import MAX_POS
-from kvrt.errors import BadConfig
 from kvrt.options.cache import CacheConfig
+from kvrt.paged.layout.checkpoints import check_budget
 from kvrt.program.device import Device
-from kvrt.session import kv_arrays
-from kvrt.session.snapshot import CheckpointPart, TailPart
+from kvrt.program.estimate import one_checkpoint_bytes
+from kvrt.session.snapshot import CheckpointPart, GroupPart, joined_block, map_kv, with_kv
 from kvrt.store import kv as kv_store
 from kvrt.store import recurrent
-from kvrt.store.codec import AnyKVArray
 from kvrt.store.recurrent import OneState
-
-_CELLS = tuple(x.name for x in dataclasses.fields(SavedCells))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class CheckpointData:
-    """The bytes of a checkpoint.
+class DeviceCheckpoint(Checkpoint):
+    """A checkpoint and its bytes.
 
     Attributes:
-      tails: by group, keys and values of the cells of its tail in every layer, padded to whole
-        windows; None where it has none. `[L, n, H, D]`
+      tails: keys and values are one block, padded to whole windows.
       state: arrays of each recurrent layer's state; None without such layers.
     """
 
-    tails: tuple[tuple[AnyKVArray, AnyKVArray] | None, ...]
+    tails: tuple[GroupPart | None, ...]
     state: OneState | None
 
 
@@ -68,15 +61,7 @@ class ContextCheckpoints:
         self.limits = CheckpointLimits(n_most=config.n_checkpoints, n_bytes=config.checkpoint_bytes)
         self._cell_bytes = [kv_store.cell_bytes(x) for x in device.layout.stores]
         self._state_bytes = recurrent.bytes_of_one(device.layout.recurrent)
-        whole = [x.group.mask.size * n for x, n in zip(host.groups, self._cell_bytes, strict=True)]
-        one = self._state_bytes + sum(
-            n for n, x in zip(whole, host.groups, strict=True) if x.group.rolls
-        )
-        if self.limits.n_bytes is not None and self.limits.n_bytes < one:
-            raise BadConfig(
-                f"checkpoint_bytes is {self.limits.n_bytes:,}, one checkpoint of this model takes "
-                f"{one:,}; raise it, or set n_checkpoints to 0"
-            )
+        check_budget(config, one_checkpoint_bytes(device.layout))
 
     def n_until(self, pos: int) -> int:
         """Tokens from a position to where the next one is due; many without an interval."""
@@ -94,18 +79,16 @@ class ContextCheckpoints:
         before, pos = self._host.contents, self._host.pos_max(seq_id) + 1
         if pos == 0 or any(x.pos == pos for x in before.checkpoints.of(seq_id)):
             return None
-        tails = tuple(rewind.tail(g, seq_id) for g in before.groups)
-        n_bytes = self._state_bytes
-        for i, tail in enumerate(tails):
-            n_bytes += 0 if tail is None else self._n_padded(i, tail) * self._cell_bytes[i]
-        data = CheckpointData(
-            tails=tuple(
-                None if x is None else self._device.take_kv(i, self._padded(i, x, x.index))
-                for i, x in enumerate(tails)
-            ),
-            state=self._state(seq_id),
-        )
-        new = Checkpoint(pos=pos, tails=tails, n_bytes=n_bytes, data=data)
+        tails = []
+        for i, group in enumerate(before.groups):
+            tail = window_tail(group, seq_id)
+            size = 0 if tail is None else self._n_padded(i, tail)
+            kv = tail and with_kv(tail, [take_cells(self._device, i, tail.index, size)])
+            tails.append(kv)
+        state = None
+        if before.states is not None:
+            state = self._device.take_state(before.states.kept[seq_id][-1][1])
+        new = self._checkpoint(pos, tails, state)
         kept = checkpoints.with_new(before.checkpoints, seq_id, new, self.limits)
         return dataclasses.replace(before, checkpoints=kept)
 
@@ -121,56 +104,37 @@ class ContextCheckpoints:
             here = [sequences[s] for s in part.seq_ids if s in sequences]
             both = zip(part.tails, after.groups, strict=True)
             if here and all(tail is not None or not group.rolls for tail, group in both):
-                new = self._checkpoint(part)
+                tails = [t and self._whole(i, t) for i, t in enumerate(part.tails)]
+                new = self._checkpoint(part.pos, tails, jax.tree.map(jnp.asarray, part.state))
                 for s in here:
                     kept = checkpoints.with_new(kept, s, new, self.limits)
         return dataclasses.replace(after, checkpoints=kept)
 
-    def write(self, plan: RewindPlan, checkpoint: Checkpoint) -> None:
+    def write(self, plan: InsertPlan, checkpoint: Checkpoint) -> None:
         """Writes the keys, values and state of a checkpoint to where a plan puts them."""
-        data: CheckpointData = checkpoint.data
+        assert isinstance(checkpoint, DeviceCheckpoint), "made here"
         for i, (tail, slots) in enumerate(zip(checkpoint.tails, plan.slots, strict=True)):
-            kv = data.tails[i]
-            if tail is not None and slots is not None and kv is not None:
-                self._device.put_kv(i, self._padded(i, tail, slots), *kv)
-        if data.state is not None and plan.state is not None:
-            self._device.put_state(plan.state, data.state)
+            if tail is not None and slots is not None:
+                (block,) = tail.blocks
+                put_cells(self._device, i, slots, block, block.n)
+        if checkpoint.state is not None:
+            for index in plan.states.values():
+                self._device.put_state(index, checkpoint.state)
 
-    def _checkpoint(self, part: CheckpointPart) -> Checkpoint:
-        """A saved checkpoint on the device."""
-        tails: list[SavedCells | None] = []
-        kv: list[tuple[AnyKVArray, AnyKVArray] | None] = []
-        n_bytes = self._state_bytes
-        for i, tail in enumerate(part.tails):
-            if tail is None:
-                tails.append(None)
-                kv.append(None)
-                continue
-            tails.append(SavedCells(**{x: getattr(tail, x) for x in _CELLS}))
-            n = self._n_padded(i, tail)
-            kv.append((_whole(tail.k, n), _whole(tail.v, n)))
-            n_bytes += n * self._cell_bytes[i]
-        state = None
-        if part.state is not None:
-            state = tuple(tuple(map(jnp.asarray, x)) for x in part.state)
-        data = CheckpointData(tails=tuple(kv), state=state)
-        return Checkpoint(pos=part.pos, tails=tuple(tails), n_bytes=n_bytes, data=data)
+    def _checkpoint(
+        self, pos: int, tails: Sequence[GroupPart | None], state: OneState | None
+    ) -> DeviceCheckpoint:
+        sizes = (x.blocks[0].n * n for x, n in zip(tails, self._cell_bytes, strict=True) if x)
+        n_bytes = self._state_bytes + sum(sizes)
+        return DeviceCheckpoint(pos=pos, tails=tuple(tails), state=state, n_bytes=n_bytes)
 
-    def _state(self, seq_id: int) -> OneState | None:
-        """A copy of the newest state of a sequence."""
-        if self._host.states is None:
-            return None
-        return self._device.take_state(self._host.states.kept[seq_id][-1][1])
-
-    def _padded(self, group: int, tail: SavedCells, slots: np.ndarray) -> np.ndarray:
-        """Cells in one size for all checkpoints, so that one program does for all."""
-        extent = self._host.groups[group].extent
-        # Cells that are left out go behind the last one, where nothing is written. There may be
-        # more cells here than in the cache that a session comes from.
-        where = np.where(slots < extent.n_cells, slots, extent.n_slots).astype(np.int32)
-        return pad(where, self._n_padded(group, tail), extent.n_slots)
+    def _whole(self, group: int, tail: GroupPart) -> GroupPart:
+        """The tail of a saved checkpoint, on the device."""
+        block = padded_block(joined_block(tail.blocks), self._n_padded(group, tail))
+        return dataclasses.replace(tail, blocks=[map_kv(jnp.asarray, block)])
 
     def _n_padded(self, group: int, tail: SavedCells) -> int:
+        """Cells in one size for all checkpoints, so that one program does for all."""
         size = self._host.groups[group].group.mask.size
         return -(-max(len(tail.index), 1) // size) * size
 
@@ -192,23 +156,8 @@ def parts(held: Checkpoints) -> tuple[CheckpointPart, ...]:
     """Checkpoints as a session has them, shared ones once; no bytes are copied."""
     out = []
     for x in held.unique:
-        tails = []
-        for tail, kv in zip(x.tails, x.data.tails, strict=True):
-            if tail is None or kv is None:
-                tails.append(None)
-                continue
-            k, v = (kv_arrays.some(rows, slice(len(tail.index))) for rows in kv)
-            tails.append(TailPart(**{f: getattr(tail, f) for f in _CELLS}, k=k, v=v))
+        assert isinstance(x, DeviceCheckpoint), "made here"
+        tails = (t and with_kv(t, [t.blocks[0].some(slice(len(t.index)))]) for t in x.tails)
         seqs = tuple(s for s, kept in sorted(held.kept.items()) if any(y is x for y in kept))
-        out.append(CheckpointPart(pos=x.pos, seq_ids=seqs, tails=tuple(tails), state=x.data.state))
+        out.append(CheckpointPart(pos=x.pos, seq_ids=seqs, tails=tuple(tails), state=x.state))
     return tuple(out)
-
-
-def _whole(kv: AnyKVArray, n: int) -> AnyKVArray:
-    """Keys or values of some cells, [L, m, H, D], padded to n."""
-
-    def padded(x: AnyArray) -> Array:
-        rest = [(0, n - x.shape[1]) if axis == 1 else (0, 0) for axis in range(x.ndim)]
-        return jnp.asarray(np.pad(np.asarray(x), rest))
-
-    return jax.tree.map(padded, kv)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from kvrt.arrays import Int32
-from kvrt.cellcache import blocks, history, in_blocks, recurrent
+from kvrt.cellcache import blocks, history, recurrent
 from kvrt.cellcache import group as groups
 from kvrt.cellcache.blocks import CellCopies
 from kvrt.cellcache.checkpoint import checkpoints
@@ -115,9 +115,9 @@ def unmoved(old: CacheContents, new: CacheContents) -> bool:
 
 
 def to_blocks(contents: CacheContents, seq_id: int, size: int) -> Changed:
-    """The contents with a sequence in blocks; see `in_blocks.group_to_blocks`."""
+    """The contents with a sequence in blocks; see `groups.group_to_blocks`."""
     return _copied(
-        contents, [in_blocks.group_to_blocks(g, seq_id, size) for g in contents.groups], [seq_id]
+        contents, [groups.group_to_blocks(g, seq_id, size) for g in contents.groups], [seq_id]
     )
 
 
@@ -140,8 +140,8 @@ def tables(contents: CacheContents, seq_id: int) -> tuple[tuple[int, ...] | None
 def copy_on_write(
     contents: CacheContents, seq_ids: Int32[np.ndarray, " n"], first: Mapping[int, int]
 ) -> Changed:
-    """The contents with blocks of their own for tokens; see `in_blocks.group_copy_on_write`."""
-    new = [in_blocks.group_copy_on_write(g, seq_ids, first) for g in contents.groups]
+    """The contents with blocks of their own for tokens; see `groups.group_copy_on_write`."""
+    new = [groups.group_copy_on_write(g, seq_ids, first) for g in contents.groups]
     return _copied(contents, new, first)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from kvrt.arrays import Int32
-from kvrt.cellcache import blocks, in_blocks, window
+from kvrt.cellcache import blocks, window
 from kvrt.cellcache import group as groups
 from kvrt.cellcache.group import CellGroup, FoundSlots
 from kvrt.cells import Cells, blocks_of, owned, place, plan_slots
@@ -70,7 +70,7 @@ class IndexedGroup:
         """Cells for new tokens, the first of each sequence at `first`; raises CacheFull."""
         group, n = self.group, len(seq_ids)
         if group.blocks is not None:
-            return in_blocks.find_in_blocks(group, seq_ids, first)
+            return groups.find_in_blocks(group, seq_ids, first)
         if group.rolls:
             return groups.find(group, n, first, self.n_used)
         slots = plan_slots(group.cells, group.head, n, n_used=self.n_used)

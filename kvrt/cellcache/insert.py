@@ -1,22 +1,112 @@
-"""Inserts saved cells, states and tokens into those of a cache: the plan of a restore."""
+"""Inserts saved cells, states and tokens into those of a cache: plans of restores and rewinds."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from kvrt.arrays import Int32, UInt32
 from kvrt.cellcache import group as groups
-from kvrt.cellcache import window
+from kvrt.cellcache import history as histories
+from kvrt.cellcache import recurrent, window
+from kvrt.cellcache.checkpoint import checkpoints
+from kvrt.cellcache.checkpoint.checkpoints import Checkpoint
+from kvrt.cellcache.contents import CacheContents
 from kvrt.cellcache.group import CellGroup
 from kvrt.cellcache.history import TokenHistory, renumbered, with_room
 from kvrt.cellcache.recurrent import RecurrentStates
-from kvrt.cellcache.saved import KeptStates, SavedCells
+from kvrt.cellcache.saved import KeptStates, SavedCells, of_sequence, one_owner
 from kvrt.cells import slots
 from kvrt.cells.cells import Cells, n_used, owned, seq_words
+from kvrt.cells.edits import Remove
 from kvrt.errors import CacheFull
 
 Sequences = Mapping[int, int]  # saved seq_id -> seq_id in this cache
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InsertPlan:
+    """Where saved cells and states go.
+
+    Attributes:
+      contents: the contents afterwards.
+      slots: by group the cell of each saved cell, the number of cells for those left out; None
+        where nothing is inserted.
+      states: by saved state index the one here.
+    """
+
+    contents: CacheContents
+    slots: tuple[Int32[np.ndarray, " _"] | None, ...]
+    states: Mapping[int, int]
+
+
+def plan_insert(
+    before: CacheContents,
+    saved: Sequence[SavedCells | None],
+    states: Mapping[int, KeptStates] | None,
+    sequences: Sequences,
+) -> InsertPlan:
+    """Plans to insert sequences that are empty in some contents; their tokens are not inserted.
+
+    Args:
+      before: the contents.
+      saved: cells by group; None leaves the group as it is.
+      states: kept states by saved sequence; None without any.
+      sequences: which, and their seq_ids here.
+
+    Raises:
+      CacheFull: there are too few cells.
+    """
+    both = zip(before.groups, saved, strict=True)
+    new = [(g, None) if x is None else into_group(g, x, sequences) for g, x in both]
+    kept, indices = before.states, {}
+    if kept and states is not None:
+        kept, indices = into_states(kept, states, sequences)
+    after = dataclasses.replace(before, groups=tuple(g for g, _ in new), states=kept)
+    return InsertPlan(contents=after, slots=tuple(x for _, x in new), states=indices)
+
+
+def window_tail(group: CellGroup, seq_id: int) -> SavedCells | None:
+    """The cells that a sequence's next token sees, as those of sequence 0.
+
+    None where the group keeps every position. No change of positions may be pending.
+    """
+    if not group.rolls:
+        return None
+    cells = group.cells
+    mine = np.flatnonzero(owned(cells, seq_id)).astype(np.int32)
+    pos = np.asarray(cells.pos)[mine]
+    seqs = one_owner(len(mine), 0)
+    stays, lost = _seen(group, pos, seqs, {0: group.lost.get(seq_id, ())})
+    return SavedCells(
+        n_cells=len(cells.pos),
+        head=group.head,
+        index=mine[stays],
+        pos=pos[stays],
+        seqs=seqs[stays],
+        lost={s: x for s, x in lost.items() if x},
+    )
+
+
+def plan_rewind(before: CacheContents, seq_id: int, checkpoint: Checkpoint) -> InsertPlan:
+    """Plans to cut a sequence back to one of its checkpoints.
+
+    The cells of its windows are given back and taken anew: where no other sequence has cells in a
+    group each token gets the cell that it had, so that later steps give the same bits.
+
+    Raises:
+      CacheFull: other sequences leave a group too few cells.
+    """
+    edit, whole = Remove(seq_id=seq_id, p0=checkpoint.pos), Remove(seq_id=seq_id)
+    both = zip(before.groups, checkpoint.tails, strict=True)
+    cut = CacheContents(
+        groups=tuple(groups.apply(g, edit if x is None else whole)[0] for g, x in both),
+        states=before.states and recurrent.apply(before.states, whole),
+        history=histories.apply(before.history, edit),
+        checkpoints=checkpoints.apply(before.checkpoints, edit, joins=False),
+    )
+    newest = {0: ((checkpoint.pos - 1, 0),)}
+    return plan_insert(cut, checkpoint.tails, newest, {0: seq_id})
 
 
 def into_group(
@@ -46,7 +136,7 @@ def into_group(
     n_here = int(n_used(group.cells))
     same = n_here == 0 and n_cells == saved.n_cells
     if group.rolls and not same:
-        wanted, lost = seen(group, saved.pos, seqs, lost)
+        wanted, lost = _seen(group, saved.pos, seqs, lost)
     n = int(np.count_nonzero(wanted))
     out = np.full(len(wanted), n_cells, np.int32)
     if same:
@@ -107,13 +197,11 @@ def _renamed(
     """Owners as mask words of `cells`, with the seq_ids of this cache; others are left out."""
     out = np.zeros((len(seqs), cells.seqs.shape[1]), np.uint32)
     for s, here in sequences.items():
-        if s >> 5 < seqs.shape[1]:
-            mine = (seqs[:, s >> 5] >> np.uint32(s & 31)) & 1
-            out |= np.where(mine[:, None] > 0, seq_words(cells, here), np.uint32(0))
+        out |= np.where(of_sequence(seqs, s)[:, None], seq_words(cells, here), np.uint32(0))
     return out
 
 
-def seen(
+def _seen(
     group: CellGroup,
     pos: Int32[np.ndarray, " n"],
     seqs: np.ndarray,

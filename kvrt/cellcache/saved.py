@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from kvrt.arrays import Int32, UInt32
+from kvrt.arrays import Bool, Int32, UInt32
 from kvrt.cellcache import window
 
 KeptStates = tuple[tuple[int, int], ...]  # (pos, state index), ascending
@@ -33,3 +33,18 @@ class SavedCells:
     pos: Int32[np.ndarray, " n"]
     seqs: UInt32[np.ndarray, "n W"]
     lost: Mapping[int, window.Intervals]
+
+
+def one_owner(n: int, seq_id: int) -> UInt32[np.ndarray, "n W"]:
+    """Bits of n cells that belong to one sequence."""
+    seqs = np.zeros((n, seq_id // 32 + 1), np.uint32)
+    seqs[:, -1] = np.uint32(1) << np.uint32(seq_id % 32)
+    return seqs
+
+
+def of_sequence(seqs: UInt32[np.ndarray, "n W"], seq_id: int) -> Bool[np.ndarray, " n"]:
+    """Which cells belong to a sequence, by their owners."""
+    word = seq_id // 32
+    if word >= seqs.shape[1]:
+        return np.zeros(len(seqs), bool)
+    return (seqs[:, word] >> np.uint32(seq_id % 32)) & 1 > 0

@@ -246,12 +246,14 @@ def _checkpoints(layout: Layout, config: CacheConfig) -> int:
     """Context checkpoints of all sequences: windows of groups that roll, and a state each."""
     if not config.n_checkpoints:
         return 0
-    one = bytes_of_one(layout.recurrent)
-    for group, store in layout.stored:
-        if store.extent.rolls:
-            one += group.mask.size * cell_bytes(store)
-    most = one * config.n_checkpoints * config.n_seq_max
+    most = one_checkpoint_bytes(layout) * config.n_checkpoints * config.n_seq_max
     return most if config.checkpoint_bytes is None else min(most, config.checkpoint_bytes)
+
+
+def one_checkpoint_bytes(layout: Layout) -> int:
+    """Bytes of a context checkpoint of cells: windows of groups that roll, and a state."""
+    windows = (g.mask.size * cell_bytes(s) for g, s in layout.stored if s.extent.rolls)
+    return bytes_of_one(layout.recurrent) + sum(windows)
 
 
 def _of_grouping(

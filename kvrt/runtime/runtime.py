@@ -343,7 +343,8 @@ class Runtime(SequenceEdits):
         Raises:
           BadConfig: the model has only shapes so far.
         """
-        return capture.fingerprint(self.programs, self.n_vocab, self.identity)
+        layout = self.programs.spec.layout
+        return capture.fingerprint(self.programs, layout, self.n_vocab, self.identity)
 
     def snapshot(
         self, draws: Mapping[int, SamplingState] | None = None, *, divided: bool = False

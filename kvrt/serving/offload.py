@@ -251,7 +251,7 @@ def tier_fingerprints(device: Device, identity: Mapping[str, str]) -> tuple[byte
         "stores": list(layout.store_of),
         "buffers": [list(x) for x in layout.buffers],
     }
-    found = capture.fingerprint(programs, device.n_vocab, identity)
+    found = capture.fingerprint(programs, layout, device.n_vocab, identity)
     names = [fingerprint.digest({**found, "blocks": blocks})]
     if not layout.scored and not any(blocks["runs"]) and set(identity) <= _OF_MODEL_FILES:
         names.append(older_fingerprint.of_tier(programs.weights_digest, config, layout.groups))

@@ -21,7 +21,6 @@ from kvrt.session.snapshot import (
     SamplingState,
     Snapshot,
     StatePart,
-    TailPart,
 )
 
 __all__ = [
@@ -40,7 +39,6 @@ __all__ = [
     "Snapshot",
     "StatePart",
     "TailEntry",
-    "TailPart",
     "TokenHistory",
     "open_session",
     "read",

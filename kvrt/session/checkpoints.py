@@ -7,13 +7,19 @@ import numpy as np
 from kvrt.cellcache import history as histories
 from kvrt.cellcache import window
 from kvrt.cellcache.history import TokenHistory
+from kvrt.cellcache.saved import one_owner
 from kvrt.cellcache.window import Intervals
 from kvrt.config import MaskSpec
 from kvrt.errors import DAMAGED, BadSession
 from kvrt.session import described, expected, kv_arrays
 from kvrt.session.kv_file.blobs import Tensors
 from kvrt.session.manifest import Blob, CheckpointEntry, Manifest, TailEntry
-from kvrt.session.snapshot import CheckpointPart, TailPart
+from kvrt.session.snapshot import (
+    CheckpointPart,
+    GroupPart,
+    block_from,
+    joined_block,
+)
 
 
 def checkpoint_tensors(part: CheckpointPart) -> Tensors:
@@ -21,8 +27,9 @@ def checkpoint_tensors(part: CheckpointPart) -> Tensors:
     out: dict = {}
     for i, tail in enumerate(part.tails):
         if tail is not None:
+            block = joined_block(tail.blocks)
             out |= {f"{i}.index": tail.index, f"{i}.pos": tail.pos}
-            out |= {**kv_arrays.tensors(f"{i}.k", tail.k), **kv_arrays.tensors(f"{i}.v", tail.v)}
+            out |= {**kv_arrays.tensors(f"{i}.k", block.k), **kv_arrays.tensors(f"{i}.v", block.v)}
     for i, layer in enumerate(part.state or ()):
         out |= {f"state.{i}.{j}": x for j, x in enumerate(layer)}
     return out
@@ -72,25 +79,22 @@ def checkpoint_part(
 
 def _tail(
     found: Manifest, of: CheckpointEntry, group: int, said: TailEntry, arrays: Mapping
-) -> TailPart:
+) -> GroupPart:
     index, pos = arrays[f"{group}.index"], arrays[f"{group}.pos"]
     n = len(index)
     ascend = n < 2 or (np.diff(index) > 0).all()
     inside = not n or (index[0] >= 0 and index[-1] < said.n_cells and pos.min() >= 0)
     if not (ascend and inside) or (n and pos.max() >= of.pos):
         raise _bad(of, f"cells of group {group} are out of order or range")
-    kinds = zip("kv", kv_arrays.kinds(found.fingerprint, group), strict=True)
     named = {name.removeprefix(f"{group}."): x for name, x in arrays.items()}
-    k, v = (kv_arrays.kv_from_tensors(named, side, kind.type) for side, kind in kinds)
-    return TailPart(
+    return GroupPart(
         n_cells=said.n_cells,
         head=said.head,
         index=index,
         pos=pos,
-        seqs=np.ones((n, 1), np.uint32),
+        seqs=one_owner(n, 0),
         lost={0: said.lost} if said.lost else {},
-        k=k,
-        v=v,
+        blocks=[block_from(named, found.fingerprint, group)],
     )
 
 

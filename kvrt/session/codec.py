@@ -1,7 +1,6 @@
 """From a snapshot to the tensors and the manifest of a session, and back with checks."""
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from kvrt.session import manifest as manifests
 from kvrt.session.divided.division import Division, joined_pieces, pieces
 from kvrt.session.kv_file.blobs import Tensors
 from kvrt.session.manifest import Blob, GroupEntry, Manifest
-from kvrt.session.snapshot import GroupPart, KVBlock, Snapshot, StatePart
+from kvrt.session.snapshot import KVBlock, Snapshot, StatePart, block_from, with_kv
 
 # Cells of each group, and the tokens of every sequence.
 Cells = tuple[tuple[SavedCells, ...], TokenHistory]
@@ -149,8 +148,7 @@ def from_tensors(
         blocks = [_block(next(left), found, i, j) for j in range(len(entry.blocks))]
         if entry.division is not None:
             blocks = joined_pieces(entry.division, blocks)
-        fields = {f.name: getattr(source, f.name) for f in dataclasses.fields(source)}
-        groups.append(GroupPart(**fields, blocks=blocks))
+        groups.append(with_kv(source, blocks))
     return Snapshot(
         fingerprint=found.fingerprint,
         groups=tuple(groups),
@@ -256,9 +254,7 @@ def _block(tensors: Tensors, found: Manifest, group: int, block: int) -> KVBlock
     """Rows, checked against the group's sizes in the fingerprint."""
     wanted = expected.row_block(found, group, block)
     arrays = {name: kv_arrays.array(tensors, name, x.shape, x.dtype) for name, x in wanted.items()}
-    kinds = zip("kv", kv_arrays.kinds(found.fingerprint, group), strict=True)
-    k, v = (kv_arrays.kv_from_tensors(arrays, side, kind.type) for side, kind in kinds)
-    return KVBlock(k=k, v=v)
+    return block_from(arrays, found.fingerprint, group)
 
 
 def _tables(tensors: Tensors, found: Manifest) -> tuple[tuple[np.ndarray, ...], ...]:

@@ -5,7 +5,7 @@ where the dtype has them, zero points. Nothing is dequantized on the way into a 
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast, get_args
 
 import numpy as np
@@ -65,16 +65,6 @@ def kinds(found: Fingerprint, group: int) -> tuple[KVKind, KVKind]:
         ) from error
     k, v = (KVKind(type=cast(KVDtype, t), n_hadamard=n) for t, n in zip(types, sizes, strict=True))
     return k, v
-
-
-def some(kv: AnyKVArray, at: slice | np.ndarray) -> AnyKVArray:
-    """Some of the cells."""
-    return each(lambda x: x[:, at], kv)
-
-
-def join_blocks(parts: Sequence[AnyKVArray]) -> AnyKVArray:
-    """Several blocks one behind the other, on the host."""
-    return each(lambda *x: np.concatenate(list(map(np.asarray, x)), axis=1), *parts)
 
 
 def on_host(kv: AnyKVArray) -> AnyKVArray:

@@ -69,7 +69,7 @@ class GroupEntry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TailEntry:
-    """What a checkpoint keeps of one group: see `TailPart`; arrays are in the checkpoint's blob."""
+    """What a checkpoint keeps of one group: see `GroupPart`; arrays are in its blob."""
 
     n_cells: Count
     head: Count

@@ -10,7 +10,7 @@ from named_edits import NamedEdits, alone
 
 from kvrt import MaskSpec
 from kvrt import cells as kc
-from kvrt.cellcache import blocks, contents, history, in_blocks, insert, saved
+from kvrt.cellcache import blocks, contents, history, insert, saved
 from kvrt.cellcache import group as groups
 from kvrt.cellcache.contents import CacheContents
 from kvrt.errors import BadRange, CacheFull, KvrtError, UsageError
@@ -35,7 +35,7 @@ def laid(group, cells, positions, *seqs):
 
 
 def to_blocks(group, seq=0):
-    return in_blocks.group_to_blocks(group, seq, B)
+    return groups.group_to_blocks(group, seq, B)
 
 
 def table(group, seq=0):
@@ -46,11 +46,11 @@ def appended(group, seq, n):
     """After n tokens; the group, their cells, and the rows that were copied first."""
     first = {seq: groups.n_past(group, seq)}
     seq_ids = np.full(n, seq, np.int32)
-    group, rows = in_blocks.group_copy_on_write(group, seq_ids, first)
+    group, rows = groups.group_copy_on_write(group, seq_ids, first)
     if group.blocks is None:
         found = groups.find(group, n, first, int(kc.n_used(group.cells)))
     else:
-        found = in_blocks.find_in_blocks(group, seq_ids, first)
+        found = groups.find_in_blocks(group, seq_ids, first)
     pos = np.arange(first[seq], first[seq] + n, dtype=np.int32)
     cells = kc.place(found.group.cells, found.slots, pos, seq_ids)
     head = int(kc.next_head(found.slots))
@@ -218,8 +218,8 @@ def test_one_step_for_sequences_of_both_kinds():
     group, _ = to_blocks(laid(empty(16), range(4), range(4), 0))
     group = laid(group, [6], [0], 1)
     seq_ids = np.array([1, 0, 1, 0, 1], np.int32)
-    group, _ = in_blocks.group_copy_on_write(group, seq_ids, {0: 4, 1: 1})
-    found = in_blocks.find_in_blocks(group, seq_ids, {0: 4, 1: 1})
+    group, _ = groups.group_copy_on_write(group, seq_ids, {0: 4, 1: 1})
+    found = groups.find_in_blocks(group, seq_ids, {0: 4, 1: 1})
     # The whole block 2 goes to sequence 0, before others take its cells.
     assert found.slots.tolist() == [4, 8, 5, 9, 7]
 

@@ -9,7 +9,7 @@ from kvrt.cells.edits import Copy, Divide, Keep, Remove, Shift
 
 
 def new(pos):
-    return Checkpoint(pos=pos, tails=(), n_bytes=10, data=None)
+    return Checkpoint(pos=pos, tails=(), n_bytes=10)
 
 
 def kept_of(*positions, seq_id=0):

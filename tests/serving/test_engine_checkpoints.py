@@ -55,6 +55,20 @@ def test_a_prompt_that_ends_otherwise_resumes_at_the_checkpoint_before_it(mode, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
+def test_a_checkpoint_whose_next_token_sees_nothing_is_not_saved(mode, tmp_path):
+    """Chunks of 8: at a multiple of them a new chunk begins, and in blocks all of them are such."""
+    every = {"checkpoint_interval": 12} if mode == "cell" else {}
+    engine = make("chunked", mode, n_checkpoints=8, **every)
+    served(engine, [ask("first", FIRST)])
+    session.save(tmp_path / "x.kv", engine.save(FIRST))
+    taken = session.read(tmp_path / "x.kv")
+    assert bool(taken.checkpoints) == (mode == "cell")
+    assert all(c.pos % 8 for c in taken.checkpoints)
+    assert make("chunked", mode, n_checkpoints=8, **every).load(taken)[0] >= 56
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
 def test_a_border_of_a_prompt_is_kept(mode):
     config = {"n_checkpoints": 8, "checkpoint_interval": 0}
     engine = make("recurrent", mode, **config)

@@ -98,7 +98,7 @@ def test_a_snapshot_shares_no_memory_with_what_goes_on():
 
 def leaves(taken):
     return jax.tree.leaves(
-        [(x.state, [(t.k, t.v) for t in x.tails if t]) for x in taken.checkpoints]
+        [(x.state, [(b.k, b.v) for t in x.tails if t for b in t.blocks]) for x in taken.checkpoints]
     )
 
 

@@ -46,7 +46,7 @@ def test_windows_of_a_server_become_checkpoints(load):
         assert tail.pos.tolist() == list(range(part.pos - 4, part.pos))
         assert tail.lost == {0: ((0, part.pos - 4),)}
         _, k, v = section(tail.pos, 2, seed)
-        for got, want in ((tail.k, k), (tail.v, v)):
+        for got, want in ((tail.blocks[0].k, k), (tail.blocks[0].v, v)):
             np.testing.assert_array_equal(got.reshape(2, -1), np.reshape(want, (2, -1)))
     again = written(found, MIXED, arch="gemma3", whole=False)
     assert again == content
@@ -58,8 +58,11 @@ def test_a_session_keeps_them(load, tmp_path):
     (part,) = session.read(tmp_path / "x.kv").checkpoints
     tail, want = part.tails[0], found.checkpoints[0].tails[0]
     assert (part.pos, tail.lost) == (6, want.lost)
-    for name in ("index", "pos", "k", "v"):
+    for name in ("index", "pos"):
         np.testing.assert_array_equal(getattr(tail, name), getattr(want, name))
+    for name in "kv":
+        got, expected = (getattr(x.blocks[0], name) for x in (tail, want))
+        np.testing.assert_array_equal(got, expected)
 
 
 def test_those_of_all_or_beyond_the_end_are_no_checkpoints(load):

@@ -76,7 +76,10 @@ def content(found, s):
     logits = found.logits.get(s)
     out += [logits and (logits[0], np.asarray(logits[1]).tobytes()), s in found.in_blocks]
     points = [c for c in found.checkpoints if s in c.seq_ids]
-    tails = [[t and (t.pos.tolist(), bits(t.k, slice(None))) for t in c.tails] for c in points]
+    tails = [
+        [t and (t.pos.tolist(), [bits(b.k, slice(None)) for b in t.blocks]) for t in c.tails]
+        for c in points
+    ]
     arrays = [[np.asarray(a).tobytes() for x in c.state or () for a in x] for c in points]
     return [*out, [c.pos for c in points], tails, arrays]
 

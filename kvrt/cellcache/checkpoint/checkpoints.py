@@ -7,7 +7,7 @@ keep themselves: states of recurrent layers, and the windows of groups that use 
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, assert_never
+from typing import assert_never
 
 from kvrt.cellcache.saved import SavedCells
 from kvrt.cells.checks import check_range
@@ -22,14 +22,12 @@ class Checkpoint:
       pos: the position of the next token.
       tails: by group of attention layers, cells with all that the next token sees, owned by
         sequence 0; None where a group keeps every position.
-      n_bytes: of the keys, values and states.
-      data: those, see `kvrt.cache.checkpoint.CheckpointData`.
+      n_bytes: of their keys and values, and of states.
     """
 
     pos: int
     tails: tuple[SavedCells | None, ...]
     n_bytes: int
-    data: Any
 
 
 Kept = tuple[Checkpoint, ...]  # of one sequence, by position

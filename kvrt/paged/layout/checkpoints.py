@@ -26,12 +26,18 @@ def n_checkpoints(grouping: Grouping, config: CacheConfig) -> int:
     n, most = config.n_checkpoints * config.n_seq_max, config.checkpoint_bytes
     if not one or most is None:
         return n if one else 0
-    if most < one:
+    check_budget(config, one)
+    return min(n, most // one)
+
+
+def check_budget(config: CacheConfig, one: int) -> None:
+    """Refuses bytes for all checkpoints that one, of so many bytes, does not fit into."""
+    most = config.checkpoint_bytes
+    if most is not None and most < one:
         raise BadConfig(
             f"checkpoint_bytes is {most:,}, one checkpoint of this model takes {one:,}; raise it, "
             "or set n_checkpoints to 0"
         )
-    return min(n, most // one)
 
 
 def checkpoint_bytes(grouping: Grouping, config: CacheConfig) -> int:

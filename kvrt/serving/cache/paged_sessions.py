@@ -1,13 +1,14 @@
 """Prefixes out of the blocks of an engine for a session, and out of a session into blocks."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 
-import jax
 import numpy as np
 
-from kvrt.arrays import AnyArray, Int32
-from kvrt.cells.slots import pad
+from kvrt.arrays import Int32
+from kvrt.cache.kv_blocks import put_cells, take_cells
+from kvrt.cellcache.history import TokenHistory
 from kvrt.config import GroupSpec
 from kvrt.errors import CacheFull, SessionMismatch
 from kvrt.paged.hashing import Chain, PrefixHash
@@ -19,16 +20,19 @@ from kvrt.paged.manager import BlockManager
 from kvrt.paged.requests.transaction import Registered
 from kvrt.program.device import Device
 from kvrt.serving.offload import PoolStores
-from kvrt.serving.sessions.prefix import (
-    SessionPrefix,
-    TakenPrefix,
-    part_of,
-    state_part_of,
-    tail_of,
+from kvrt.serving.sessions.prefix import SessionPrefix
+from kvrt.session.fingerprint import Fingerprint
+from kvrt.session.snapshot import (
+    BLOCK_CELLS,
+    CheckpointPart,
+    GroupPart,
+    KVBlock,
+    Snapshot,
+    StatePart,
+    map_kv,
+    only_state,
+    packed_part,
 )
-from kvrt.session import kv_arrays
-from kvrt.session.snapshot import BLOCK_CELLS, CheckpointPart, GroupPart, KVBlock, StatePart
-from kvrt.store.quantized import AnyKVArray, each
 
 _Key = tuple[int, PrefixHash]  # a group, and what its block is found by
 
@@ -40,6 +44,21 @@ class _Source:
     prefix: SessionPrefix
     index: int
     end: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Filling:
+    """Blocks that prefixes need.
+
+    Attributes:
+      sources: where their contents are.
+      lacking: by pool, those that are to be filled.
+      cached: by pool, blocks that are cached already.
+    """
+
+    sources: Mapping[_Key, _Source]
+    lacking: Sequence[list[_Key]]
+    cached: Sequence[list[int]]
 
 
 class BlockSessions:
@@ -71,20 +90,28 @@ class BlockSessions:
 
     # --- out of blocks -------------------------------------------------------------------------
 
-    def take(self, chain: Chain) -> TakenPrefix | None:
-        """Copies of what blocks have of a chain's tokens but the last; None of nothing."""
+    def take(self, chain: Chain, fingerprint: Fingerprint) -> Snapshot | None:
+        """Copies of what blocks have of a chain's tokens but the last, as sequence 0; or None."""
         hit = self._manager.find_hit(chain)
-        if not hit.n_tokens:
+        n = hit.n_tokens
+        if not n:
             return None
-        return TakenPrefix(
-            n_tokens=hit.n_tokens,
+        pos = np.arange(n, dtype=np.int32)
+        entries = np.stack([pos, np.array(chain.tokens[:n], np.int32), pos])
+        return Snapshot(
+            fingerprint=fingerprint,
             groups=tuple(self._part(spec, hit) for spec in self._specs),
             states=self._state_part(hit),
-            checkpoints=self._checkpoints(chain, hit.n_tokens),
+            history=TokenHistory(pieces={0: (entries,)}, n_marks=n, unshared=frozenset({0})),
+            checkpoints=self._checkpoints(chain, n),
         )
 
     def _checkpoints(self, chain: Chain, n_tokens: int) -> tuple[CheckpointPart, ...]:
-        """Shorter hits that there would be as well, as many as a sequence has checkpoints."""
+        """Shorter hits that there would be as well, as many as a sequence has checkpoints.
+
+        One at the end of a chunk is left out: its next token sees no cell, and a session says where
+        a sequence ends by its newest one.
+        """
         out: list[CheckpointPart] = []
         config, align = self._device.spec.config, self._manager.align
         interval = config.checkpoint_interval
@@ -96,8 +123,9 @@ class BlockSessions:
             wanted = max((n_tokens - 1) // every * every, 0)
             hit = self._manager.find_hit(chain.beginning(wanted + 1))
             n_tokens = hit.n_tokens
-            if n_tokens:
-                out.append(self._checkpoint(hit))
+            part = self._checkpoint(hit) if n_tokens else None
+            if part and all(tail is None or len(tail.pos) for tail in part.tails):
+                out.append(part)
         return tuple(out[::-1])
 
     def _checkpoint(self, hit: Hit) -> CheckpointPart:
@@ -107,10 +135,9 @@ class BlockSessions:
             pos=hit.n_tokens,
             seq_ids=(0,),
             tails=tuple(
-                tail_of(self._part(spec, hit)) if self._slides(spec) else None
-                for spec in self._specs
+                self._part(spec, hit) if self._slides(spec) else None for spec in self._specs
             ),
-            state=state and tuple(tuple(x[0] for x in layer) for layer in state.tables),
+            state=state and state.one(0),
         )
 
     def _slides(self, spec: GroupSpec) -> bool:
@@ -131,36 +158,28 @@ class BlockSessions:
             self._block(spec, homes, hit, pos[start : start + BLOCK_CELLS])
             for start in range(0, len(pos), BLOCK_CELLS)
         ]
-        return part_of(pos, hit.n_tokens, blocks)
+        ends = np.concatenate([[-1], pos, [hit.n_tokens]]).tolist()
+        gaps = tuple((a + 1, b) for a, b in itertools.pairwise(ends) if b > a + 1)
+        return packed_part(pos, {0: gaps} if gaps else {}, blocks, head=len(pos))
 
     def _block(self, spec: GroupSpec, homes: Sequence[int], hit: Hit, pos: np.ndarray) -> KVBlock:
-        found: dict[int, tuple[AnyKVArray, AnyKVArray]] = {}
+        found: dict[int, KVBlock] = {}
         for g in homes:
-            group, store = self._plan.groups[g], self._store(g)
+            group = self._plan.groups[g]
             slots = _cells(np.array(hit.blocks[g], np.int32), group, pos)
-            n_slots = self._device.layout.stores[store].extent.n_slots
             # sync: the copies leave the device, where layers of a group lie beside those of others
-            both = map(
-                kv_arrays.on_host, self._device.take_kv(store, pad(slots, BLOCK_CELLS, n_slots))
-            )
-            k, v = (kv_arrays.some(x, slice(len(pos))) for x in both)
-            for buffer, layer in enumerate(group.layers):
-                found[layer] = _layer(k, buffer), _layer(v, buffer)
-        k, v = zip(*(found[layer] for layer in spec.layers), strict=True)
-        return KVBlock(k=_stacked(k), v=_stacked(v))
+            taken = map_kv(np.asarray, take_cells(self._device, self._store(g), slots))
+            found |= {layer: _layer(taken, i) for i, layer in enumerate(group.layers)}
+        return _stacked([found[layer] for layer in spec.layers]).some(slice(len(pos)))
 
     def _state_part(self, hit: Hit) -> StatePart | None:
         for g, group in enumerate(self._plan.groups):
             if group.kind == "recurrent":
-                state = jax.tree.map(np.asarray, self._device.take_state(hit.blocks[g][-1]))
-                return state_part_of(state, hit.n_tokens)
+                state = self._device.take_state(hit.blocks[g][-1])
+                return only_state(state, hit.n_tokens - 1)
         return None
 
     # --- into blocks ---------------------------------------------------------------------------
-
-    def n_tokens(self, prefix: SessionPrefix) -> int:
-        """The longest hit that blocks filled from a prefix can give; 0 for none."""
-        return self._longest(prefix)[0]
 
     def put(self, prefixes: Sequence[SessionPrefix]) -> tuple[list[int], list[Registered]]:
         """Fills free blocks with prefixes; blocks that are cached already stay as they are.
@@ -179,49 +198,44 @@ class BlockSessions:
                 raise SessionMismatch(why)
             ends.append(end)
             wanted |= self._sources(prefix, end)
-        lacking, cached = self._divided(wanted)
-        self._check_room(lacking, cached)
+        none = [[] for _ in self._pools]
+        filling = self._extended(_Filling(sources={}, lacking=none, cached=none), wanted)
         if self._device.spec.config.n_checkpoints:
             for prefix, end in zip(prefixes, ends, strict=True):
-                self._add_checkpoints(prefix, end, wanted, lacking, cached)
-        return ends, self._fill(wanted, lacking, cached)
+                filling = self._with_checkpoints(prefix, end, filling)
+        return ends, self._fill(filling)
 
-    def _divided(self, wanted: Iterable[_Key]) -> tuple[list[list[_Key]], list[list[int]]]:
-        """By pool, what is to be filled, and blocks that are cached already."""
-        lacking: list[list[_Key]] = [[] for _ in self._pools]
-        cached: list[list[int]] = [[] for _ in self._pools]
-        for g, entry in wanted:
+    def _extended(self, filling: _Filling, sources: Mapping[_Key, _Source]) -> _Filling:
+        """The blocks of a filling and further ones; raises CacheFull if too few are free."""
+        new = {key: x for key, x in sources.items() if key not in filling.sources}
+        lacking, cached = list(map(list, filling.lacking)), list(map(list, filling.cached))
+        for g, entry in new:
             pool = self._plan.groups[g].pool
             block = self._pools[pool].find(g, entry)
             if block is None:
                 lacking[pool].append((g, entry))
             else:
                 cached[pool].append(block)
-        return lacking, cached
+        for keys, blocks, pool in zip(lacking, cached, self._pools, strict=True):
+            n_free = pool.n_free - pool.count(list(dict.fromkeys(blocks)), n_refs=0)
+            if len(keys) > n_free:
+                raise CacheFull(
+                    f"the session needs {len(keys)} {'cells' if self._hit_size == 1 else 'blocks'}"
+                    f", {n_free} of {pool.n_blocks - 1} are free; raise n_ctx, or trim the session"
+                )
+        return _Filling(sources={**filling.sources, **new}, lacking=lacking, cached=cached)
 
-    def _add_checkpoints(
-        self,
-        prefix: SessionPrefix,
-        end: int,
-        wanted: dict[_Key, _Source],
-        lacking: list[list[_Key]],
-        cached: list[list[int]],
-    ) -> None:
+    def _with_checkpoints(self, prefix: SessionPrefix, end: int, filling: _Filling) -> _Filling:
         """Adds what shorter hits need, the longest first, as far as there is room for it."""
         size = self._hit_size
-        for at in sorted({c.pos for c in prefix.checkpoints}, reverse=True):
+        for at in sorted(set(prefix.checkpoints), reverse=True):
             if at >= end or at % size or any(self._refusal(prefix, g, at) for g in self._groups):
                 continue
-            new = {k: x for k, x in self._sources(prefix, at).items() if k not in wanted}
-            more, held = self._divided(new)
-            more = [a + b for a, b in zip(lacking, more, strict=True)]
-            held = [a + b for a, b in zip(cached, held, strict=True)]
             try:
-                self._check_room(more, held)
+                filling = self._extended(filling, self._sources(prefix, at))
             except CacheFull:
-                return
-            wanted |= new
-            lacking[:], cached[:] = more, held
+                break
+        return filling
 
     def _longest(self, prefix: SessionPrefix) -> tuple[int, str]:
         """Tokens of the longest hit that a prefix can give, and why it is none."""
@@ -276,39 +290,23 @@ class BlockSessions:
                 out[g, entry] = _Source(prefix=prefix, index=i, end=n)
         return out
 
-    def _check_room(self, lacking: Sequence[Sequence[_Key]], cached: Sequence[list[int]]) -> None:
-        for keys, blocks, pool in zip(lacking, cached, self._pools, strict=True):
-            n_free = pool.n_free - pool.count(list(dict.fromkeys(blocks)), n_refs=0)
-            if len(keys) > n_free:
-                raise CacheFull(
-                    f"the session needs {len(keys)} {'cells' if self._hit_size == 1 else 'blocks'}"
-                    f", {n_free} of {pool.n_blocks - 1} are free; raise n_ctx, or trim the session"
-                )
-
-    def _fill(
-        self,
-        wanted: Mapping[_Key, _Source],
-        lacking: Sequence[Sequence[_Key]],
-        cached: Sequence[list[int]],
-    ) -> list[Registered]:
+    def _fill(self, filling: _Filling) -> list[Registered]:
         """Writes what is lacking into free blocks, and lets it be found."""
         # What is cached must not go for the rest.
-        for pool, blocks in zip(self._pools, cached, strict=True):
+        for pool, blocks in zip(self._pools, filling.cached, strict=True):
             pool.touch(blocks)
-        out, taken = (
-            [],
-            [pool.take(len(keys)) for pool, keys in zip(self._pools, lacking, strict=True)],
-        )
+        pools = zip(self._pools, filling.lacking, strict=True)
+        out, taken = [], [pool.take(len(keys)) for pool, keys in pools]
         try:
-            for keys, blocks in zip(lacking, taken, strict=True):
+            for keys, blocks in zip(filling.lacking, taken, strict=True):
                 for g in dict.fromkeys(g for g, _ in keys):
                     mine = [(b, e) for b, (of, e) in zip(blocks, keys, strict=True) if of == g]
-                    self._write(g, [(block, wanted[g, entry]) for block, entry in mine])
+                    self._write(g, [(block, filling.sources[g, entry]) for block, entry in mine])
                     out += [Registered(g, block, entry) for block, entry in mine]
             for g, block, entry in out:
                 self._pools[self._plan.groups[g].pool].register(block, g, entry)
         finally:
-            for pool, blocks, new in zip(self._pools, cached, taken, strict=True):
+            for pool, blocks, new in zip(self._pools, filling.cached, taken, strict=True):
                 pool.free((blocks + new)[::-1])
         return out
 
@@ -330,14 +328,12 @@ class BlockSessions:
         inside = np.arange(size, dtype=np.int32)
         slots, pos = ((x[:, None] * np.int32(size) + inside).reshape(-1) for x in some.T)
         slots += np.int32(group.first_cell)
-        n = max(BLOCK_CELLS, size)
-        layers = [self._layers[x] for x in group.layers]
-        both = [prefix.groups[i].kv(j, pos) for i, j in layers]
+        places = [self._layers[x] for x in group.layers]
+        taken = {i: prefix.groups[i].kv(pos) for i in {i for i, _ in places}}
+        layers = [_layer(taken[i], j) for i, j in places]
         # Groups of fewer layers leave arrays of the pool unused.
-        both += both[:1] * (self._plan.pools[group.pool].n_buffers - len(both))
-        k, v = (_padded(_stacked(x), n) for x in zip(*both, strict=True))
-        n_slots = self._device.layout.stores[store].extent.n_slots
-        self._device.put_kv(store, pad(slots, n, n_slots), k, v)
+        layers += layers[:1] * (self._plan.pools[group.pool].n_buffers - len(layers))
+        put_cells(self._device, store, slots, _stacked(layers), max(BLOCK_CELLS, size))
 
     @property
     def _groups(self) -> list[int]:
@@ -366,19 +362,10 @@ def _cells(blocks: np.ndarray, group: PagedGroup, pos: np.ndarray) -> np.ndarray
     return blocks[pos // size] * size + np.int32(group.first_cell) + pos % size
 
 
-def _layer(kv: AnyKVArray, i: int) -> AnyKVArray:
-    return each(lambda x: x[i], kv)
+def _layer(kv: KVBlock, i: int) -> KVBlock:
+    return map_kv(lambda x: x[i], kv)
 
 
-def _stacked(layers: Sequence[AnyKVArray]) -> AnyKVArray:
-    """Keys or values of several layers as one."""
-    return each(lambda *x: np.stack(x), *layers)
-
-
-def _padded(kv: AnyKVArray, n: int) -> AnyKVArray:
-    """Keys or values [L, m, H, D], padded to n."""
-
-    def whole(x: AnyArray) -> np.ndarray:
-        return np.pad(np.asarray(x), [(0, n - x.shape[1] if a == 1 else 0) for a in range(x.ndim)])
-
-    return each(whole, kv)
+def _stacked(layers: Sequence[KVBlock]) -> KVBlock:
+    """Keys and values of several layers as one."""
+    return map_kv(lambda *x: np.stack(x), *layers)

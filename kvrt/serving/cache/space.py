@@ -37,9 +37,11 @@ from kvrt.serving.cache.paged_sessions import BlockSessions
 from kvrt.serving.metrics import CheckpointUse, PoolUse, use_of_blocks
 from kvrt.serving.offload import PoolStores, open_tiers
 from kvrt.serving.request import SeqState
-from kvrt.serving.sessions.prefix import SessionPrefix, TakenPrefix
+from kvrt.serving.sessions.prefix import SessionPrefix
 from kvrt.serving.sizing.requests import chain_of, reserved_of, wanted_of
 from kvrt.serving.step_batch import StepBatch
+from kvrt.session.fingerprint import Fingerprint
+from kvrt.session.snapshot import Snapshot
 
 # In cell mode, tokens that a sequence gets cells for at once while there are plenty, and after how
 # many tokens that it decodes they can be found.
@@ -144,12 +146,14 @@ class Space:
         """Windows and states that hits can end with; None where none are kept for that."""
         return self._checkpoints and self._checkpoints.use
 
-    def take_prefix(self, tokens: Sequence[int], salt: bytes) -> TakenPrefix | None:
-        """Copies of the cached prefix of some tokens; None if nothing of them is cached.
+    def take_prefix(
+        self, tokens: Sequence[int], salt: bytes, fingerprint: Fingerprint
+    ) -> Snapshot | None:
+        """A session of the cached prefix of some tokens; None if nothing of them is cached.
 
         Blocks of a tier are loaded first, where that is worth it.
         """
-        return self._sessions.take(self._promoted(tokens, salt))
+        return self._sessions.take(self._promoted(tokens, salt), fingerprint)
 
     def pin_prefix(self, tokens: Sequence[int], salt: bytes) -> tuple[Hashable, int] | None:
         """Keeps the cached prefix of some tokens until `unpin_prefix` gets the handle.

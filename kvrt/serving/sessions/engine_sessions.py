@@ -28,7 +28,7 @@ from kvrt.reuse.diff import common_prefix
 from kvrt.serving.cache.space import Space
 from kvrt.serving.request import Request, SeqState
 from kvrt.serving.sessions.folder import SessionFolder
-from kvrt.serving.sessions.prefix import SessionPrefix, snapshot_of
+from kvrt.serving.sessions.prefix import SessionPrefix
 from kvrt.serving.sessions.private_prefix import PrivatePrefix, new_salt
 from kvrt.session import fingerprint
 from kvrt.session.fingerprint import Fingerprint
@@ -62,16 +62,8 @@ class EngineSessions:
     @property
     def fingerprint(self) -> Fingerprint:
         """See `Engine.fingerprint`."""
-        layers, config = self._layers, self._device.spec.config
-        found = fingerprint.describe(
-            layers.groups,
-            layers.recurrent,
-            config,
-            self._n_vocab,
-            self._device.programs.weights_digest,
-            self._options.identity,
-        )
-        return fingerprint.with_scored(found, layers.scored, config)
+        programs, identity = self._device.programs, self._options.identity
+        return capture.fingerprint(programs, self._layers, self._n_vocab, identity)
 
     def save(self, tokens: Sequence[int], salt: bytes) -> Snapshot:
         """A snapshot of what the prefix cache has of some tokens, as sequence 0.
@@ -81,13 +73,13 @@ class EngineSessions:
           UsageError: it has nothing of them.
         """
         self._check_cache()
-        taken = self._space.take_prefix(tokens, salt)
+        taken = self._space.take_prefix(tokens, salt, self.fingerprint)
         if taken is None:
             raise UsageError(
                 f"the prefix cache has nothing of these {len(tokens)} tokens to save: they were "
                 "not computed here (in paged mode a block of them), or evicted; compute them first"
             )
-        return snapshot_of(self.fingerprint, tokens, taken)
+        return taken
 
     def load(
         self,

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -24,12 +24,12 @@ from kvrt.session import described, kv_arrays
 from kvrt.session.change import recode
 from kvrt.session.manifest import Manifest
 from kvrt.session.snapshot import (
-    BLOCK_CELLS,
     CheckpointPart,
     GroupPart,
     KVBlock,
     Snapshot,
     StatePart,
+    some_of_part,
 )
 from kvrt.sizes import types_of
 
@@ -147,41 +147,12 @@ def _states(held: Mapping[int, KeptStates]) -> RecurrentStates:
 
 def _part(part: GroupPart, group: CellGroup) -> GroupPart:
     """A group with the cells that are left."""
-    pos, seqs = np.asarray(group.cells.pos), np.asarray(group.cells.seqs)
-    left = pos >= 0
+    seqs, left = np.asarray(group.cells.seqs), np.asarray(group.cells.pos) >= 0
     # A cell that was freed before the head is where the next search starts.
     freed = np.append(part.index[group.head :], part.n_cells)[0]
-    return GroupPart(
-        n_cells=part.n_cells,
-        head=min(part.head, int(freed)),
-        index=part.index[left],
-        pos=pos[left],
-        seqs=seqs[left],
-        lost=group.lost,
-        blocks=list(some_cells(part.blocks, left)),
-    )
-
-
-def some_cells(blocks: Sequence[KVBlock], left: np.ndarray) -> Iterator[KVBlock]:
-    """The cells of a group that are left, 256 in each block but the last.
-
-    Args:
-      blocks: of the group.
-      left: by cell.
-    """
-    if left.all():
-        yield from blocks
-        return
-    n_same = int(np.argmin(left)) // BLOCK_CELLS  # blocks before the first cell that goes
-    yield from blocks[:n_same]
-    at = np.flatnonzero(left[n_same * BLOCK_CELLS :])
-    rest = blocks[n_same:]
-    if not len(at):
-        return
-    k, v = kv_arrays.join_blocks([b.k for b in rest]), kv_arrays.join_blocks([b.v for b in rest])
-    for start in range(0, len(at), BLOCK_CELLS):
-        here = at[start : start + BLOCK_CELLS]
-        yield KVBlock(k=kv_arrays.some(k, here), v=kv_arrays.some(v, here))
+    kept = some_of_part(part, left)
+    head = min(part.head, int(freed))
+    return dataclasses.replace(kept, head=head, seqs=seqs[left], lost=group.lost)
 
 
 def _state_part(part: StatePart, states: RecurrentStates) -> StatePart:

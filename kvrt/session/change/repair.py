@@ -13,22 +13,22 @@ from pathlib import Path
 import numpy as np
 
 from kvrt.cellcache import history as histories
-from kvrt.cellcache.saved import SavedCells
+from kvrt.cellcache.saved import SavedCells, of_sequence, one_owner
 from kvrt.cells.edits import Keep, Remove
 from kvrt.errors import DAMAGED, BadSession, CannotRewind
 from kvrt.session import codec, expected, io
 from kvrt.session.change import edit
-from kvrt.session.change.sequences import cells_in_blocks, join_sequences, one_owner
+from kvrt.session.change.sequences import join_sequences
 from kvrt.session.divided.division import pieces
 from kvrt.session.kv_file.blobs import Tensors
 from kvrt.session.manifest import Manifest
 from kvrt.session.snapshot import (
+    BlockCells,
     CheckpointPart,
     GroupPart,
-    KVBlock,
     Snapshot,
-    StatePart,
-    TailPart,
+    only_state,
+    some_of_part,
 )
 
 
@@ -115,7 +115,7 @@ def _ends(
             here = slice(piece.start, piece.start + piece.n)
             pos, words = cells.pos[here], cells.seqs[here]
             for s in manifest.n_tokens:
-                mine = pos[_is_owned(words, s)]
+                mine = pos[of_sequence(words, s)]
                 if len(mine):
                     ends[s] = min(ends.get(s, int(mine.min())), int(mine.min()))
         out.append(ends)
@@ -195,11 +195,7 @@ def _at_checkpoint(snapshot: Snapshot, seq_id: int, checkpoint: CheckpointPart) 
             _before(part, seq_id, pos) if tail is None else _of_tail(tail, seq_id)
             for part, tail in zip(snapshot.groups, checkpoint.tails, strict=True)
         ),
-        states=state
-        and StatePart(
-            held={seq_id: ((pos - 1, 0),)},
-            tables=tuple(tuple(np.asarray(x)[None] for x in layer) for layer in state),
-        ),
+        states=state and only_state(state, pos - 1, seq_id),
         history=histories.apply(history, Remove(seq_id=seq_id, p0=pos)),
         ga_i={s: min(x, pos) for s, x in snapshot.ga_i.items() if s == seq_id},
         logits={},
@@ -212,34 +208,17 @@ def _at_checkpoint(snapshot: Snapshot, seq_id: int, checkpoint: CheckpointPart) 
 
 def _before(part: GroupPart, seq_id: int, pos: int) -> GroupPart:
     """The cells of a sequence before a position, where a group keeps every position."""
-    left = _is_owned(part.seqs, seq_id) & (part.pos < pos)
-    return dataclasses.replace(
-        part,
-        index=part.index[left],
-        pos=part.pos[left],
-        seqs=one_owner(int(left.sum()), seq_id),
-        lost={},
-        blocks=list(edit.some_cells(part.blocks, left)),
-    )
+    left = of_sequence(part.seqs, seq_id) & (part.pos < pos)
+    kept = some_of_part(part, left)
+    return dataclasses.replace(kept, seqs=one_owner(len(kept.pos), seq_id), lost={})
 
 
-def _of_tail(tail: TailPart, seq_id: int) -> GroupPart:
+def _of_tail(tail: GroupPart, seq_id: int) -> GroupPart:
     """The cells of a checkpoint as those of a group."""
-    lost = tail.lost.get(0)
-    return GroupPart(
-        n_cells=tail.n_cells,
-        head=tail.head,
-        index=tail.index,
-        pos=tail.pos,
-        seqs=one_owner(len(tail.pos), seq_id),
+    n, lost = len(tail.pos), tail.lost.get(0)
+    return dataclasses.replace(
+        tail,
+        seqs=one_owner(n, seq_id),
         lost={seq_id: lost} if lost else {},
-        blocks=list(cells_in_blocks([KVBlock(k=tail.k, v=tail.v)], len(tail.pos))),
+        blocks=BlockCells(tail.blocks).in_blocks(np.arange(n)),
     )
-
-
-def _is_owned(seqs: np.ndarray, seq_id: int) -> np.ndarray:
-    """Which cells belong to a sequence."""
-    word = seq_id // 32
-    if word >= seqs.shape[1]:
-        return np.zeros(len(seqs), bool)
-    return (seqs[:, word] >> np.uint32(seq_id % 32)) & 1 > 0

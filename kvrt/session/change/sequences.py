@@ -6,25 +6,26 @@ different sequences of one session never undo each other.
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from kvrt.arrays import AnyArray, UInt32
+from kvrt.arrays import AnyArray
 from kvrt.cellcache.history import TokenHistory, renumbered
+from kvrt.cellcache.saved import one_owner
 from kvrt.config import MAX_SEQUENCES
 from kvrt.errors import BadSequence, SaveError
-from kvrt.session import io, kv_arrays
+from kvrt.session import io
 from kvrt.session.change import edit
 from kvrt.session.fingerprint import check_match
 from kvrt.session.kv_file.file import Before, Saved
 from kvrt.session.snapshot import (
     BLOCK_CELLS,
+    BlockCells,
     CheckpointPart,
     GroupPart,
-    KVBlock,
     Snapshot,
     StatePart,
 )
@@ -174,20 +175,8 @@ def _group(a: GroupPart, b: GroupPart) -> GroupPart:
         pos=np.concatenate([a.pos, b.pos]),
         seqs=np.concatenate([_widened(a.seqs, n_words), _widened(b.seqs, n_words)]),
         lost={**a.lost, **b.lost},
-        blocks=cells_in_blocks([*a.blocks, *b.blocks], n_a + n_b, n_a // BLOCK_CELLS),
+        blocks=BlockCells([*a.blocks, *b.blocks]).in_blocks(np.arange(n_a + n_b)),
     )
-
-
-def cells_in_blocks(blocks: Sequence[KVBlock], n: int, n_whole: int = 0) -> list[KVBlock]:
-    """Keys and values of n cells, of which n_whole blocks stay, in blocks of 256 but the last."""
-    out, rest = list(blocks[:n_whole]), blocks[n_whole:]
-    if not rest:
-        return out
-    k, v = (kv_arrays.join_blocks([getattr(x, name) for x in rest]) for name in ("k", "v"))
-    for at in range(0, n - n_whole * BLOCK_CELLS, BLOCK_CELLS):
-        here = slice(at, at + BLOCK_CELLS)
-        out.append(KVBlock(k=kv_arrays.some(k, here), v=kv_arrays.some(v, here)))
-    return out
 
 
 def _states(a: StatePart, b: StatePart) -> StatePart:
@@ -214,13 +203,6 @@ def _history(a: TokenHistory, b: TokenHistory) -> TokenHistory:
         exact={**a.exact, **b.exact},
         unshared=a.unshared | b.unshared,
     )
-
-
-def one_owner(n: int, seq_id: int) -> UInt32[np.ndarray, "n W"]:
-    """Bits of n cells that belong to one sequence."""
-    seqs = np.zeros((n, seq_id // 32 + 1), np.uint32)
-    seqs[:, -1] = np.uint32(1) << np.uint32(seq_id % 32)
-    return seqs
 
 
 def _widened(seqs: np.ndarray, n_words: int) -> np.ndarray:

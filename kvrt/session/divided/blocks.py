@@ -14,8 +14,7 @@ from kvrt.errors import SaveError
 from kvrt.session import kv_arrays
 from kvrt.session.divided import division
 from kvrt.session.divided.division import Division, Piece
-from kvrt.session.snapshot import BLOCK_CELLS, KVBlock, Snapshot
-from kvrt.store.quantized import each
+from kvrt.session.snapshot import BLOCK_CELLS, KVBlock, Snapshot, map_kv
 
 if TYPE_CHECKING:
     import jax
@@ -86,9 +85,7 @@ class DividedBlocks(Sequence[KVBlock]):
             )
         found = []
         for piece in division.pieces(self.division):
-            block = self.rounds[piece.block]
-            k, v = (each(lambda x, p=piece: _own(x, p), side) for side in (block.k, block.v))
-            found.append(KVBlock(k=k, v=v))
+            found.append(map_kv(lambda x, p=piece: _own(x, p), self.rounds[piece.block]))
         return division.joined_pieces(self.division, found)
 
 

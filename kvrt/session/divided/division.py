@@ -13,9 +13,7 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
-from kvrt.session import kv_arrays
-from kvrt.session.snapshot import BLOCK_CELLS, KVBlock
-from kvrt.store.quantized import AnyKVArray, each
+from kvrt.session.snapshot import BLOCK_CELLS, BlockCells, KVBlock, map_kv
 from kvrt.whole_numbers import Count
 
 MAX_PARTS = 1 << 16  # of a group, and processes that wrote them
@@ -85,19 +83,9 @@ def pieces(division: Division) -> tuple[Piece, ...]:
 
 def joined_pieces(division: Division, found: Sequence[KVBlock]) -> list[KVBlock]:
     """Blocks of 256 cells with all heads, on the host, from the pieces of a division."""
-    size, k, v = division.n_heads, [], []
-    for at in range(0, len(found), size):
-        k.append(_with_heads([x.k for x in found[at : at + size]]))
-        v.append(_with_heads([x.v for x in found[at : at + size]]))
-    if not k:
-        return []
-    k, v = kv_arrays.join_blocks(k), kv_arrays.join_blocks(v)
-    spans = [slice(at, at + BLOCK_CELLS) for at in range(0, sum(division.cells), BLOCK_CELLS)]
-    return [KVBlock(k=kv_arrays.some(k, x), v=kv_arrays.some(v, x)) for x in spans]
-
-
-def _with_heads(parts: Sequence[AnyKVArray]) -> AnyKVArray:
-    return each(lambda *x: np.concatenate(x, axis=2), *parts)
+    heads = (found[at : at + division.n_heads] for at in range(0, len(found), division.n_heads))
+    whole = [map_kv(lambda *x: np.concatenate(x, axis=2), *some) for some in heads]
+    return BlockCells(whole).in_blocks(np.arange(sum(division.cells)))
 
 
 def _n_blocks(n: int) -> int:

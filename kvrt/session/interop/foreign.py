@@ -14,7 +14,7 @@ from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.window import Intervals, horizon, union
 from kvrt.config import GroupSpec, MaskSpec, RopeLayout
 from kvrt.errors import BadSession, SessionMismatch, UsageError
-from kvrt.session import kv_arrays, owners
+from kvrt.session import owners
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.owners import Owned
 from kvrt.session.snapshot import BLOCK_CELLS, KVBlock, Snapshot
@@ -109,9 +109,8 @@ def blocks(k: AnyKVArray, v: AnyKVArray, n: int) -> list[KVBlock]:
 
     Those of bf16 become their bits, as a cache has them.
     """
-    k, v = _as_bits(k), _as_bits(v)
-    parts = (slice(i, i + BLOCK_CELLS) for i in range(0, n, BLOCK_CELLS))
-    return [KVBlock(k=kv_arrays.some(k, at), v=kv_arrays.some(v, at)) for at in parts]
+    whole = KVBlock(k=_as_bits(k), v=_as_bits(v))
+    return [whole.some(slice(i, i + BLOCK_CELLS)) for i in range(0, n, BLOCK_CELLS)]
 
 
 def _as_bits(kv: AnyKVArray) -> AnyKVArray:

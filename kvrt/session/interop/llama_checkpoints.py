@@ -9,6 +9,7 @@ of states, or both, as in the file. Of windowed layers it has the cells that the
 Source: llama.cpp `server-task.cpp` (server_prompt_checkpoint), `llama-kv-cache-iswa.cpp`.
 """
 
+import dataclasses
 import struct
 from collections.abc import Iterator, Sequence
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from kvrt.config import GroupSpec
 from kvrt.errors import BadSession, SessionMismatch
-from kvrt.session import kv_arrays, owners
+from kvrt.session import owners
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.interop import foreign
 from kvrt.session.interop.llama_format import CHECKPOINTS, CHECKPOINTS_VERSION, Place, sections
@@ -25,7 +26,7 @@ from kvrt.session.interop.llama_sections.write import Written, WrittenCells, sec
 from kvrt.session.interop.llama_states import checkpoint_section, read_states
 from kvrt.session.interop.source import Source
 from kvrt.session.owners import Owned
-from kvrt.session.snapshot import CheckpointPart, GroupPart, KVBlock, Snapshot, TailPart
+from kvrt.session.snapshot import CheckpointPart, GroupPart, Snapshot, packed_part
 
 _IN_MEMORY = 0xAF143CD8  # before what a server keeps
 _LEAST = 40  # bytes of a checkpoint
@@ -127,9 +128,7 @@ def _tails(
     for g in {place.group for place in windows}:
         tail = part.tails[g]
         assert tail is not None
-        cells = {name: getattr(tail, name) for name in ("n_cells", "head", "index", "pos")}
-        block = KVBlock(k=tail.k, v=tail.v)
-        groups[g] = GroupPart(**cells, seqs=tail.seqs, lost=tail.lost, blocks=[block])
+        groups[g] = tail
     pos = groups[windows[0].group].pos
     for place in windows:
         if not np.array_equal(groups[place.group].pos, pos):
@@ -140,8 +139,7 @@ def _tails(
     n = len(pos)
     owned = Owned(pos=pos, cell=np.arange(n, dtype=np.int32), seq=np.zeros(n, np.int32))
     cells = WrittenCells(places=windows, owned=owned, keep=np.ones(n, bool))
-    fields = {"fingerprint": snapshot.fingerprint, "history": snapshot.history}
-    return cells, Snapshot(**fields, groups=tuple(groups), states=None, ga_i={}, logits={})
+    return cells, dataclasses.replace(snapshot, groups=tuple(groups))
 
 
 def _count(at: Source) -> int:
@@ -179,8 +177,8 @@ def _checkpoint(
     state = None
     if states is not None:
         ((_, index),) = states.held[0]
-        state = tuple(tuple(t[index] for t in layer) for layer in states.tables)
-    tails: tuple[TailPart | None, ...] = (None,) * len(of.groups)
+        state = states.one(index)
+    tails: tuple[GroupPart | None, ...] = (None,) * len(of.groups)
     if near is not None:
         far = found[0].owned
         if n_tokens > int(far.pos.max(initial=-1)) + 1:
@@ -203,16 +201,6 @@ def _check_types(name: str, n_tokens: int, near: Section, found: Sequence[Sectio
         )
 
 
-def _tail(near: Section, group: int, lost: dict[int, foreign.Intervals]) -> TailPart:
-    n = len(near.owned.pos)
-    blocks = foreign.blocks(near.k[group], near.v[group], n)
-    return TailPart(
-        n_cells=n,
-        head=0,
-        index=np.arange(n, dtype=np.int32),
-        pos=near.owned.pos,
-        seqs=np.ones((n, 1), np.uint32),
-        lost=lost,
-        k=kv_arrays.join_blocks([x.k for x in blocks]),
-        v=kv_arrays.join_blocks([x.v for x in blocks]),
-    )
+def _tail(near: Section, group: int, lost: dict[int, foreign.Intervals]) -> GroupPart:
+    blocks = foreign.blocks(near.k[group], near.v[group], len(near.owned.pos))
+    return packed_part(near.owned.pos, lost, blocks)

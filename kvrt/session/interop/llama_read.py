@@ -1,5 +1,6 @@
 """Reads session files of llama.cpp; see `llama_format` for their parts."""
 
+import dataclasses
 import os
 import struct
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from kvrt.session.interop.llama_sections.read import FileOf, Section, read_secti
 from kvrt.session.interop.llama_slot import read_tokens
 from kvrt.session.interop.llama_states import check_ends, read_states
 from kvrt.session.owners import Owned
-from kvrt.session.snapshot import GroupPart, Snapshot, StatePart
+from kvrt.session.snapshot import GroupPart, Snapshot, StatePart, packed_part
 
 _MAX_ARCH_BYTES = 64
 
@@ -101,8 +102,6 @@ def read(
         states=states,
         checkpoints=tuple(x for x in checkpoints if x.pos <= n_past),
         history=history,
-        ga_i={},
-        logits={},
     )
 
 
@@ -186,13 +185,7 @@ def _check_windows(
 def _part(
     section: Section, group: int, n_words: int, lost: dict[int, foreign.Intervals]
 ) -> GroupPart:
-    n = len(section.owned.pos)
-    return GroupPart(
-        n_cells=n,
-        head=0,
-        index=np.arange(n, dtype=np.int32),
-        pos=section.owned.pos,
-        seqs=owners.owner_words(section.owned, n_words),
-        lost=lost,
-        blocks=foreign.blocks(section.k[group], section.v[group], n),
-    )
+    pos = section.owned.pos
+    blocks = foreign.blocks(section.k[group], section.v[group], len(pos))
+    part = packed_part(pos, lost, blocks)
+    return dataclasses.replace(part, seqs=owners.owner_words(section.owned, n_words))

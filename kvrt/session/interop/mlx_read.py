@@ -29,7 +29,7 @@ from kvrt.session.interop import foreign, source
 from kvrt.session.interop.foreign import DTYPES
 from kvrt.session.interop.llama_format import architecture
 from kvrt.session.owners import Owned
-from kvrt.session.snapshot import GroupPart, Snapshot
+from kvrt.session.snapshot import GroupPart, Snapshot, packed_part
 
 ARCH = "llama"
 TOKENS = "kvrt_tokens"
@@ -96,8 +96,6 @@ def read(
         groups=tuple(parts),
         states=None,
         history=history,
-        ga_i={},
-        logits={},
     )
 
 
@@ -209,15 +207,8 @@ def _part(name: str, file: Any, group: GroupSpec, n: int, types: tuple[str, str]
             found = file.get_tensor(f"{layer}.{i}")
             foreign.check_finite(name, f"keys and values of layer {layer}", found[:, :, :n])
             to[at] = found[0, :, :n].swapaxes(0, 1)
-    return GroupPart(
-        n_cells=n,
-        head=0,
-        index=np.arange(n, dtype=np.int32),
-        pos=np.arange(n, dtype=np.int32),
-        seqs=np.ones((n, 1), np.uint32),
-        lost={},
-        blocks=foreign.blocks(k if order is None else k[..., order], v, k.shape[1]),
-    )
+    blocks = foreign.blocks(k if order is None else k[..., order], v, n)
+    return packed_part(np.arange(n, dtype=np.int32), {}, blocks)
 
 
 def _noted(name: str, text: str | None) -> list[int]:

@@ -15,7 +15,7 @@ from kvrt.errors import SessionMismatch
 from kvrt.session import kv_arrays
 from kvrt.session.change import recode
 from kvrt.session.kv_arrays import KVKind
-from kvrt.session.snapshot import BLOCK_CELLS, CheckpointPart, GroupPart, KVBlock, Snapshot
+from kvrt.session.snapshot import CheckpointPart, GroupPart, KVBlock, Snapshot
 from kvrt.store import rope
 from kvrt.store.quantized import AnyKVArray
 
@@ -92,18 +92,16 @@ def _n_ctx(said: Mapping[str, Any], group: int) -> int:
 
 def _part(part: GroupPart, keys: _Keys) -> GroupPart:
     """A group with its keys rotated, block by block."""
-    blocks = []
-    for i, block in enumerate(part.blocks):
-        pos = part.pos[i * BLOCK_CELLS :][:BLOCK_CELLS]
-        blocks.append(KVBlock(k=keys.rotated(block.k, pos), v=block.v))
+    pos = np.split(part.pos, np.cumsum([block.n for block in part.blocks[:-1]], dtype=int))
+    both = zip(part.blocks, pos, strict=False)
+    blocks = [KVBlock(k=keys.rotated(block.k, at), v=block.v) for block, at in both]
     return dataclasses.replace(part, blocks=blocks)
 
 
 def _checkpoint(part: CheckpointPart, by_group: Sequence[_Keys]) -> CheckpointPart:
     """A checkpoint with the keys of its windows rotated."""
     tails = tuple(
-        tail and dataclasses.replace(tail, k=keys.rotated(tail.k, tail.pos))
-        for tail, keys in zip(part.tails, by_group, strict=True)
+        tail and _part(tail, keys) for tail, keys in zip(part.tails, by_group, strict=True)
     )
     return dataclasses.replace(part, tails=tails)
 
