@@ -9,10 +9,9 @@ from collections.abc import Sequence
 
 import kvrt
 from kvrt.cli.commands import COMMANDS
-from kvrt.cli.flags import parse
+from kvrt.cli.flags import other_names, parse
 from kvrt.cli.flags.evaluate import ModelFlags, PromptFlags
-from kvrt.cli.flags.help_text import fields_text, help_text
-from kvrt.cli.flags.other_names import other_programs
+from kvrt.cli.flags.parse import fields_text, help_text
 from kvrt.cli.flags.serving import AnyModelFlags
 from kvrt.cli.flags.session_files import NamedModel
 from kvrt.cli.flags.topics import TOPICS
@@ -98,9 +97,10 @@ def _dispatch(args: Sequence[str]) -> int:
 
         given = (prompt.read_prompt(options),)
     with status.waiting("starting JAX", status.loads(options)):
-        module = importlib.import_module(command.module)
+        module, _, function = command.does.partition(":")
+        execute = getattr(importlib.import_module(module), function)
     with Unwinding():
-        return module.execute(options, *given)
+        return execute(options, *given)
 
 
 def _help() -> str:
@@ -136,7 +136,7 @@ def _unknown_command(word: str) -> UsageError:
     if word.startswith("-") and not near:
         found = f"the command comes first, before {word}"
     else:
-        meant = other_programs.command(word)
+        meant = other_names.command(word)
         near = near or (f": {meant}" if meant else _close(word.lower(), names))
         found = f"unknown command {word!r}{near}"
     return UsageError(f"{found}; the commands are: {', '.join(names)}; see kvrt --help")

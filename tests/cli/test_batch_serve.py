@@ -9,12 +9,12 @@ import pytest
 from conftest import vocabulary
 
 from kvrt.cli.batch import progress
+from kvrt.cli.batch.progress import rows
 from kvrt.cli.batch.requests import Requests
 from kvrt.cli.batch.results import Results
 from kvrt.cli.batch.server import AnswerLimits, Server
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.cli.process import status
-from kvrt.cli.report.metrics import rows
 from kvrt.errors import BadRequest, UsageError
 from kvrt.options.cache import CacheConfig
 from kvrt.serving.metrics import Metrics, PoolUse

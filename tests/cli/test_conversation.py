@@ -9,8 +9,8 @@ from conftest import BOOK, PROMPT, text_of, tiny_gguf
 from kvrt import session
 from kvrt.cellcache.history import tokens
 from kvrt.cli.process.interrupt import Interrupted
-from kvrt.cli.run import conversation, generation, prompt
-from kvrt.cli.run.conversation import Conversation
+from kvrt.cli.run import generation, prompt, turns
+from kvrt.cli.run.turns import HeldText
 from kvrt.errors import UsageError
 from kvrt_models import chat
 from kvrt_models.gguf.file import open_gguf
@@ -71,7 +71,7 @@ def tokenizers(tiny):
 
 
 def written(ids, tokenizer):
-    return conversation.text_of(ids, tokenizer)
+    return turns.text_of(ids, tokenizer)
 
 
 def rendered(tokenizer, *contents, system=None):
@@ -87,7 +87,7 @@ def test_turns_are_what_the_template_writes_of_all(tokenizers, name):
     tokenizer = tokenizers[name]
     end = tokenizer.eos_id
     space = " " if name == "mistral" else ""
-    ids = conversation.first_turn("the sand", None, tokenizer)
+    ids = turns.first_turn("the sand", None, tokenizer)
     assert written(ids, tokenizer) == rendered(tokenizer, "the sand")
     said = ["the sand"]
     # Ended by its token; cut short with a token that is not evaluated; ended in the cache.
@@ -95,9 +95,7 @@ def test_turns_are_what_the_template_writes_of_all(tokenizers, name):
         ids = [*ids, *tokenizer.encode(space + answer, add_special=False), *more]
         if newest is None and not more:
             ids, newest = ids[:-1], ids[-1]
-        turn = conversation.next_turn(
-            Conversation(ids=ids, newest=newest, name="a.kv"), "of", None, tokenizer
-        )
+        turn = turns.next_turn(HeldText(ids=ids, newest=newest, name="a.kv"), "of", None, tokenizer)
         assert not turn.unanswered and turn.rewritten is None
         assert turn.ids[: len(ids)] == ids and turn.n_kept == len(ids)
         ids, said = turn.ids, [*said, answer, "of"]
@@ -108,9 +106,9 @@ def test_an_end_of_another_kind_is_replaced(tokenizers):
     tokenizer = tokenizers["chatml"]
     vocab = dataclasses.replace(tokenizer.vocab, eos_ids=frozenset({7, tokenizer.eos_id}))
     tokenizer = dataclasses.replace(tokenizer, vocab=vocab)
-    ids = [*conversation.first_turn("the", None, tokenizer), 8]
+    ids = [*turns.first_turn("the", None, tokenizer), 8]
     one, two = (
-        conversation.next_turn(Conversation(ids=ids, newest=n, name="a"), "of", None, tokenizer).ids
+        turns.next_turn(HeldText(ids=ids, newest=n, name="a"), "of", None, tokenizer).ids
         for n in (7, tokenizer.eos_id)
     )
     assert one == two and one[len(ids)] == tokenizer.eos_id and 7 not in one
@@ -126,11 +124,11 @@ def test_a_conversation_of_another_day_is_written_with_todays_date(tokenizers):
     tokenizer = tokenizers["chatml"]
     vocab = dataclasses.replace(tokenizer.vocab, chat_template=DATED)
     tokenizer = dataclasses.replace(tokenizer, vocab=vocab)
-    before = conversation.render_turns(tokenizer, None, ["the"], now="2024-02-29T12:00:00")
+    before = turns.render_turns(tokenizer, None, ["the"], now="2024-02-29T12:00:00")
     assert "29 February 2024. Be kind" in before
     ids = tokenizer.encode(before + "of it", parse_special=True)
-    so_far = Conversation(ids=ids, newest=tokenizer.eos_id, name="a.kv")
-    turn = conversation.next_turn(so_far, "in", None, tokenizer)
+    so_far = HeldText(ids=ids, newest=tokenizer.eos_id, name="a.kv")
+    turn = turns.next_turn(so_far, "in", None, tokenizer)
     assert written(turn.ids, tokenizer) == rendered(tokenizer, "the", "of it", "in")
     assert turn.rewritten is not None and turn.n_kept < 20 < len(ids)
     assert "the session holds" in str(turn.rewritten) and "2024. Be kind" in str(turn.rewritten)
@@ -138,14 +136,14 @@ def test_a_conversation_of_another_day_is_written_with_todays_date(tokenizers):
 
 def test_a_message_that_waits_is_not_repeated(tokenizers):
     tokenizer = tokenizers["chatml"]
-    first = conversation.first_turn("the sand", None, tokenizer)
-    told = Conversation(ids=first, newest=None, name="a.kv")
-    assert conversation.next_turn(told, "the sand", None, tokenizer).ids == first
-    other = conversation.next_turn(told, "of", None, tokenizer)
+    first = turns.first_turn("the sand", None, tokenizer)
+    told = HeldText(ids=first, newest=None, name="a.kv")
+    assert turns.next_turn(told, "the sand", None, tokenizer).ids == first
+    other = turns.next_turn(told, "of", None, tokenizer)
     assert other.unanswered
     assert written(other.ids, tokenizer) == rendered(tokenizer, "the sand", "", "of")
-    again = conversation.next_turn(
-        Conversation(ids=other.ids, newest=None, name="a.kv"), "of", None, tokenizer
+    again = turns.next_turn(
+        HeldText(ids=other.ids, newest=None, name="a.kv"), "of", None, tokenizer
     )
     assert again.ids == other.ids
 
@@ -153,15 +151,15 @@ def test_a_message_that_waits_is_not_repeated(tokenizers):
 def test_a_system_message_comes_first_and_stays(tokenizers):
     for name in ("chatml", "gemma"):
         tokenizer = tokenizers[name]
-        ids = conversation.first_turn("the", "Bé brief", tokenizer)
+        ids = turns.first_turn("the", "Bé brief", tokenizer)
         assert written(ids, tokenizer) == rendered(tokenizer, "the", system="Bé brief")
-        told = Conversation(ids=[*ids, 8], newest=tokenizer.eos_id, name="a.kv")
-        alone = conversation.next_turn(told, "of", None, tokenizer)
-        assert conversation.next_turn(told, "of", "Bé brief", tokenizer) == alone
+        told = HeldText(ids=[*ids, 8], newest=tokenizer.eos_id, name="a.kv")
+        alone = turns.next_turn(told, "of", None, tokenizer)
+        assert turns.next_turn(told, "of", "Bé brief", tokenizer) == alone
         with pytest.raises(UsageError, match=r"a\.kv: .* did not begin with this system message"):
-            conversation.next_turn(told, "of", "Be long", tokenizer)
+            turns.next_turn(told, "of", "Be long", tokenizer)
     with pytest.raises(UsageError, match="no place for a system message"):
-        conversation.first_turn("the", "Be brief", tokenizers["mistral"])
+        turns.first_turn("the", "Be brief", tokenizers["mistral"])
 
 
 @pytest.mark.parametrize(
@@ -177,9 +175,7 @@ def test_a_template_that_forgets_cannot_go_on(tokenizers, template):
     vocab = dataclasses.replace(tokenizer.vocab, chat_template=template)
     tokenizer = dataclasses.replace(tokenizer, vocab=vocab)
     with pytest.raises(UsageError, match="one behind the other"):
-        conversation.next_turn(
-            Conversation(ids=[8], newest=None, name="a.kv"), "of", None, tokenizer
-        )
+        turns.next_turn(HeldText(ids=[8], newest=None, name="a.kv"), "of", None, tokenizer)
 
 
 def ids_of(path):
@@ -196,13 +192,13 @@ def test_a_conversation_goes_on(go, talker, tmp_path, tokenizers):
     path, tokenizer = tmp_path / "a.kv", tokenizers["chatml"]
     talk = ["-m", talker, "-c", 256, "--chat", "--session", path, "--json", "-n", 6]
     first = told(go(*talk, "--quiet"))
-    held = conversation.first_turn(PROMPT, None, tokenizer)
+    held = turns.first_turn(PROMPT, None, tokenizer)
     assert ids_of(path) == [*held, *first["tokens"][:-1]]
     done = go(*talk, "-p", "of the", prompt=False)
     second = told(done)
     assert f"{path}: {len(held) + 5} tokens restored" in done.err and "follow" in done.err
     end = tokenizer.encode(f"{EOS}\n", parse_special=True)
-    turn = conversation.first_turn("of the", None, tokenizer)
+    turn = turns.first_turn("of the", None, tokenizer)
     turn = turn[len(tokenizer.encode(f"{BOS}system\nBe kind{EOS}\n", parse_special=True)) :]
     held = [*held, *first["tokens"], *end, *turn]
     assert ids_of(path) == [*held, *second["tokens"][:-1]]

@@ -10,7 +10,7 @@ from conftest import tiny_gguf
 
 from kvrt import session
 from kvrt.cellcache.history import tokens
-from kvrt.cli.run.earlier_turns import left_out
+from kvrt.cli.run.turns import left_out
 from kvrt.cli.session import explain
 from kvrt_models.gguf.file import open_gguf
 from kvrt_models.tokenizer.encode import tokenizer_from_gguf

@@ -3,7 +3,7 @@
 import pytest
 from conftest import PROMPT, tiny_gguf
 
-from kvrt.cli.run import echo
+from kvrt.cli.run import run_command
 from kvrt_models.gguf.file import open_gguf
 from kvrt_models.tokenizer.encode import tokenizer_from_gguf
 
@@ -25,17 +25,17 @@ def tokenizer(tiny):
     ],
 )
 def test_the_ending_of_a_prompt(tokenizer, text, found):
-    assert echo.ending(tokenizer.encode(text), tokenizer) == found
+    assert run_command.prompt_ending(tokenizer.encode(text), tokenizer) == found
 
 
 def test_a_long_prompt_is_cut_between_characters(tokenizer):
-    shown = echo.ending(tokenizer.encode("ä" * 600), tokenizer)
+    shown = run_command.prompt_ending(tokenizer.encode("ä" * 600), tokenizer)
     assert set(shown) == {"…", "ä"} and len(shown) > 100
 
 
 def test_control_tokens_are_not_shown(tokenizer):
     end = tiny_gguf.vocabulary().index(tiny_gguf.EOS)
-    assert echo.ending([end, *tokenizer.encode("the"), end], tokenizer) == "the"
+    assert run_command.prompt_ending([end, *tokenizer.encode("the"), end], tokenizer) == "the"
 
 
 @pytest.mark.slow
@@ -48,6 +48,8 @@ def test_standard_output_is_the_text_alone(go):
 @pytest.mark.parametrize(("more", "n_shown"), [([], 1), (["--quiet"], 0), (["--json"], 0)])
 def test_quiet_and_json_show_no_prompt(go, monkeypatch, more, n_shown):
     shown = []
-    monkeypatch.setattr(echo, "show", lambda ids, tokenizer: shown.append(tokenizer.decode(ids)))
+    monkeypatch.setattr(
+        run_command, "show_prompt", lambda ids, text: shown.append(text.decode(ids))
+    )
     assert go("-n", 8, *more).code == 0
     assert shown == [PROMPT] * n_shown

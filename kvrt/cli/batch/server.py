@@ -10,13 +10,12 @@ import jax
 
 from kvrt import Sampling
 from kvrt.cli.ask.answers import question_ids
+from kvrt.cli.batch.chunks import Begun, RequestChunks
 from kvrt.cli.batch.progress import BatchCounts
-from kvrt.cli.batch.request_line import Asked
-from kvrt.cli.batch.requests import RequestEntry, Requests
+from kvrt.cli.batch.requests import Asked, RequestEntry, Requests
 from kvrt.cli.batch.results import Record, Results, failed, finished
-from kvrt.cli.chunks.requests import Begun, RequestChunks
-from kvrt.cli.flags.context import BY_POSITION
 from kvrt.cli.flags.evaluate import random_seed
+from kvrt.cli.flags.groups import BY_POSITION
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.cli.report.exactness import (
     AnswerCounts,

@@ -1,14 +1,19 @@
-"""Joins the processes of a run, of which the first alone prints."""
+"""The devices of a block of work: processes that join, of which the first alone prints; kernels."""
 
 import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 
 import jax
 
-from kvrt.cli.flags.mesh import AUTO, DeviceFlags, MeshFlags
-from kvrt.cli.process import output
+from kvrt.attention import registry
+from kvrt.cli.flags.evaluate import EvalFlags
+from kvrt.cli.flags.groups import AUTO, DeviceFlags, MeshFlags
+from kvrt.cli.flags.serving import BatchOptions
+from kvrt.cli.process import output, startup, status
 from kvrt.errors import BadConfig, KvrtError, UsageError
 from kvrt.program.mesh import MeshSpec
 
@@ -106,3 +111,26 @@ def _meet(options: MeshFlags) -> None:
             f"the processes do not meet at --coordinator {options.coordinator}: {found}; check "
             "that all are started with the same flags"
         ) from error
+
+
+@contextlib.contextmanager
+def ready(options: EvalFlags | BatchOptions) -> Iterator[None]:
+    """A block with the devices that the flags name; memory that runs out in it is one line.
+
+    Raises:
+      KvrtError: there is no such device, or the processes do not meet.
+    """
+    joined = contextlib.nullcontext()
+    if isinstance(options, MeshFlags):
+        joined = other_processes(options)
+    with joined:
+        startup.check_device(options.attention)
+        startup.keep_programs_or_warn()
+        with startup.enough_memory():
+            yield
+
+
+def choosing(attention: str, *, quiet: bool) -> AbstractContextManager[Any]:
+    """A status line while "auto" may test a kernel of this device, which takes seconds once."""
+    kernels = registry.kernels(jax.default_backend()) if attention == registry.AUTO else ()
+    return status.waiting(f"self-test of {', '.join(kernels)}", bool(kernels) and not quiet)

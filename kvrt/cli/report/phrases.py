@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrt.options.select import Select
@@ -9,6 +10,7 @@ from kvrt.reuse.plan import ReusePlan
 from kvrt.reuse.reasons import Reason
 
 if TYPE_CHECKING:
+    from kvrt.runtime.session_file import Restored
     from kvrt.session.manifest import Manifest
 
 WHY = {
@@ -39,6 +41,20 @@ def reused(name: str, plan: ReusePlan, seconds: float) -> str:
     done = f"{plan.n_reused:,} {token_noun(plan.n_reused)} restored in {seconds:.2f} s"
     rest = f"{plan.n_evaluated:,} recomputed: {'; '.join(why(plan))}"
     return f"{name}: {done}, {rest}{_approximate(plan)}"
+
+
+def restored(path: Path, found: "Restored") -> str:
+    """The line of a run: what a session gave, and what follows."""
+    if found.plan is not None:
+        return reused(str(path), found.plan, found.seconds)
+    n, seconds = found.n_restored - bool(found.after), f"restored in {found.seconds:.2f} s"
+    if found.after is not None:
+        follows = f", resumed after {found.after.n_sampled:,} sampled tokens"
+    elif found.spans:
+        follows = f", {len(found.ids) - n:,} follow"
+    else:
+        return f"{path}: {n:,} tokens {seconds}"
+    return f"{path}: {n:,} {token_noun(n)} {seconds}{follows}"
 
 
 def named_settings(said: Mapping[str, Any]) -> str:

@@ -16,8 +16,8 @@ from kvrt import Stats, kv_types
 from kvrt.cells import Cells
 from kvrt.cli.process import output, status
 from kvrt.cli.report import phrases
-from kvrt.cli.report.cell_map import MAP_WIDTH, OWNERS, signs
 from kvrt.cli.report.exactness import Approximation, exactness_fields, exactness_lines
+from kvrt.cli.report.tables import MAP_WIDTH, OWNERS, signs
 
 if TYPE_CHECKING:
     from kvrt.attention.scored.policy import ScoredPolicy

@@ -11,7 +11,6 @@ from kvrt import Runtime, session
 from kvrt.cli.flags.evaluate import EvalFlags
 from kvrt.cli.flags.session_files import ConvertOptions
 from kvrt.cli.process import output, startup
-from kvrt.cli.session.open_session import existing
 from kvrt.cli.setup import config as settings
 from kvrt.files import atomic
 from kvrt.files.typed_json import read_typed
@@ -20,6 +19,7 @@ from kvrt.session import described
 from kvrt.session.change import edit, replace
 from kvrt.session.interop import llama_read, llama_write, mlx_read, mlx_write, source
 from kvrt.session.interop.llama_format import SEQUENCE, WHOLE
+from kvrt.session.io import existing
 from kvrt.session.snapshot import Snapshot
 from kvrt.sizes import extent
 from kvrt.whole_numbers import Count

@@ -13,13 +13,13 @@ import numpy as np
 from kvrt.cli.flags.session_files import ExplainOptions
 from kvrt.cli.process import output
 from kvrt.cli.report import phrases
-from kvrt.cli.run import earlier_turns, prompt
-from kvrt.cli.session.open_session import choose_sequence, is_library, open_existing
+from kvrt.cli.run import prompt, turns
 from kvrt.errors import SessionMismatch, UsageError
 from kvrt.reuse.plan import ReusePlan, plan_reuse
 from kvrt.reuse.tree import RadixTree
 from kvrt.session import OpenedSession
 from kvrt.session.change import edit
+from kvrt.session.io import is_library, open_existing
 from kvrt.session.library.library import Library
 from kvrt_models import load
 from kvrt_models.tokenizer.encode import Tokenizer
@@ -40,12 +40,12 @@ def execute(options: ExplainOptions, given: prompt.Prompt) -> int:
     tokenizer = load.open_tokenizer(options.model)
     ids = prompt.prompt_ids(given, tokenizer, chat=given.chat)
     choice = _choice(path, ids, tokenizer, options.model) if is_library(path) else None
-    opened = choice.opened if choice else choose_sequence(open_existing(path), options.seq)
+    opened = choice.opened if choice else open_existing(path).choose(options.seq, name="--seq")
     _check(opened, tokenizer, options.model)
     plan, chunks = (_plan(opened, ids, chunks=chunks) for chunks in (False, True))
     held = opened.held[1]
     sides = _sides(plan, held, np.asarray(ids, np.int32), tokenizer)
-    gone = earlier_turns.left_out(held.tolist(), tokenizer) if given.chat else None
+    gone = turns.left_out(held.tolist(), tokenizer) if given.chat else None
     if options.json:
         facts: dict[str, Any] = {"folder": choice.fields()} if choice else {}
         if given.chat:

@@ -10,10 +10,11 @@ from kvrt.cli.flags.evaluate import EvalFlags
 from kvrt.cli.flags.session_files import VerifyOptions
 from kvrt.cli.process import output
 from kvrt.cli.report import phrases
-from kvrt.cli.session.open_session import check_fits, follow, naming_session, open_existing
+from kvrt.cli.session.open_session import check_fits, follow
 from kvrt.errors import BadSession, CannotRewind
 from kvrt.session import OpenedSession, fingerprint
 from kvrt.session.change.damage import find_damage
+from kvrt.session.io import open_existing
 from kvrt.session.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def execute(options: VerifyOptions) -> int:
         startup.keep_programs_or_warn()
         with startup.enough_memory():
             runtime = _runtime(options, options.model, opened)
-            with naming_session(opened.path):
+            with opened.naming():
                 fingerprint.check_match(snapshot.fingerprint, runtime.fingerprint, convert=False)
             said += f"; fits {options.model}"
             if options.check_logits:
@@ -57,7 +58,7 @@ def compare_logits(runtime: "Runtime", snapshot: Snapshot, opened: OpenedSession
     Raises:
       BadSession: they are not the same.
     """
-    with naming_session(opened.path):
+    with opened.naming():
         runtime.restore(snapshot, {opened.seq_id: 0} if snapshot.seq_ids else None)
     pos, ids = runtime.token_history()
     if opened.seq_id not in snapshot.logits or not len(ids):
@@ -87,18 +88,11 @@ def _runtime(options: VerifyOptions, name: str, opened: OpenedSession) -> "Runti
     from kvrt import Runtime
     from kvrt.cli.process import startup, status
     from kvrt.cli.setup.config import cache_config
-    from kvrt.cli.setup.model import open_with_status
-    from kvrt.cli.setup.weights import choose_weights
+    from kvrt.cli.setup.model import choose_weights, open_with_status
 
     weights = choose_weights(options.dtype, opened)
     flags = follow(EvalFlags(model=name), opened.manifest)
-    model = open_with_status(
-        name,
-        dtype=weights.dtype,
-        on_host=False,
-        quiet=options.quiet,
-        window_sinks=flags.window_sinks,
-    )
+    model = open_with_status(flags, weights.dtype, quiet=options.quiet)
     spec = model.spec
     config = cache_config(flags, max(spec.n_ctx_train, flags.n_ctx))
     check_fits(opened, model, config)

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 import jax
 
-from kvrt.cli.flags.cache import SelectFlags
 from kvrt.cli.flags.evaluate import EvalFlags, LengthFlags
+from kvrt.cli.flags.groups import SelectFlags
 from kvrt.cli.flags.serving import BatchOptions, BlockFlags, DoctorOptions, FitOptions
 from kvrt.cli.flags.session_files import ChunkFlags
 from kvrt.cli.process import output

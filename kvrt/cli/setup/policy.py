@@ -7,8 +7,8 @@ from types import NoneType
 from typing import Any, TypeVar
 
 from kvrt.attention.scored.layers import LayerKinds, by_kind
-from kvrt.cli.flags.context import BY_POSITION
 from kvrt.cli.flags.evaluate import UNTIL_FULL, EvalFlags, LengthFlags
+from kvrt.cli.flags.groups import BY_POSITION
 from kvrt.cli.flags.serving import BatchOptions, FitOptions
 from kvrt.cli.process import output
 from kvrt.cli.setup.config import answer_length, cache_config

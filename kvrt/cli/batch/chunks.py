@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvrt import BlendSpec, CacheConfig, PrivatePrefix, Runtime
-from kvrt.cli.chunks.files import ChunkFile, blended_part, joined, open_chunk
-from kvrt.cli.chunks.reader import ChunkReader
+from kvrt.cli.ask.chunks import ChunkFile, ChunkReader, blended_part, joined, open_chunk
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.cli.process import devices, output, startup
 from kvrt.cli.report.exactness import Approximation

@@ -1,0 +1,183 @@
+"""`kvrt fork`, `trim` and `repair`: a session that is cut, cleaned, or what is sound of it."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from kvrt import session
+from kvrt.cellcache import history as texts
+from kvrt.cli.flags.session_files import ForkOptions, RepairOptions, TrimOptions
+from kvrt.cli.process import output
+from kvrt.cli.report import phrases
+from kvrt.cli.report.phrases import token_noun
+from kvrt.errors import BadSession, SaveError, UsageError
+from kvrt.session.change import edit, replace
+from kvrt.session.change.repair import Repaired, repaired
+from kvrt.session.io import container_at, existing, real_path
+from kvrt.session.kv_file import file as kv_file
+from kvrt.session.library import stored
+from kvrt.session.library.stored import bytes_on_disk
+from kvrt.session.snapshot import Snapshot
+
+_SHOWN = 8  # damaged parts that are listed
+
+
+def execute_fork(options: ForkOptions) -> int:
+    """Runs the command and returns its exit code.
+
+    Raises:
+      KvrtError: what keeps it from being done; nothing is written then.
+    """
+    assert options.session is not None and options.output is not None and options.at is not None
+    new = Path(options.output)
+    old = session.read(existing(Path(options.session)))
+    n = n_tokens(old)
+    short = cut_at(old, options.at, "--at")
+    done = session.save(new, short, before=replace.refuse_existing)
+    if not options.quiet:
+        output.note(
+            f"{new}: {options.at:,} of {n:,} {phrases.token_noun(n)}, {done.n_bytes:,} bytes"
+        )
+        note_checkpoints(new, old, short)
+    return 0
+
+
+def note_checkpoints(path: Path, old: Snapshot, new: Snapshot) -> None:
+    """Says which context checkpoints a shorter copy lacks."""
+    gone = sorted({x.pos for x in old.checkpoints} - {x.pos for x in new.checkpoints})
+    if gone:
+        output.note(f"{path}: {phrases.checkpoints_left_out(gone)}")
+
+
+def n_tokens(snapshot: Snapshot) -> int:
+    """Tokens of the first sequence."""
+    return texts.entries(snapshot.history, min(snapshot.seq_ids, default=0)).shape[1]
+
+
+def cut_at(snapshot: Snapshot, n: int, flag: str) -> Snapshot:
+    """The snapshot with the first n tokens of its first sequence.
+
+    Raises:
+      UsageError: it has fewer, or two tokens share the position of the cut.
+      CannotRewind: its layers could not resume there.
+    """
+    seq_id = min(snapshot.seq_ids, default=0)
+    pos = texts.positions(snapshot.history, seq_id)
+    if n > len(pos):
+        raise UsageError(f"{flag} {n}: the session holds {len(pos):,} tokens; give at most as many")
+    if n == len(pos):
+        return snapshot
+    if pos[n] == pos[n - 1]:
+        raise UsageError(
+            f"{flag} {n}: tokens {n - 1} and {n} share position {pos[n]} and stay together; give "
+            "another number"
+        )
+    return edit.cut(snapshot, seq_id, int(pos[n]))
+
+
+def execute_trim(options: TrimOptions) -> int:
+    """Runs the command and returns its exit code.
+
+    Raises:
+      KvrtError: what keeps it from being done; the session is as it was then.
+    """
+    assert options.session is not None
+    path = real_path(existing(Path(options.session)))
+    new = path if options.output is None else Path(options.output)
+    snapshot = session.read(path)
+    before = bytes_on_disk(path)
+    short = snapshot if options.keep is None else cut_at(snapshot, options.keep, "--keep")
+    kept = _write(new, snapshot, short)
+    if not options.quiet:
+        after = bytes_on_disk(new)
+        output.note(f"{new}: {after:,} bytes, {before - after:,} less than before")
+        note_checkpoints(new, snapshot, short)
+        if kept is not None:
+            output.note(f"{new}: the former session is kept as {kept}")
+    return 0
+
+
+def _write(path: Path, old: Snapshot, new: Snapshot) -> Path | None:
+    """Writes a session anew; returns where the former one is, if tokens of it went."""
+    kept: list[Path] = []
+
+    def before(path: Path) -> None:
+        if not os.path.lexists(path):
+            return
+        held, read = replace.read_held(path), replace.held_by(old)
+        if not np.array_equal(held.ids, read.ids) or held.n_more != read.n_more:
+            raise SaveError(f"{path}: another process has changed it meanwhile; trim it again")
+        if new is not old:
+            kept.append(replace.keep_former(path))
+
+    try:
+        if path.is_dir():
+            session.save(path, new, before=before)
+        else:
+            kv_file.save(path, new, anew=True, before=before)
+    except BadSession as error:
+        raise SaveError(f"{error}; it was sound a moment ago, trim it again") from error
+    return kept[0] if kept else None
+
+
+def execute_repair(options: RepairOptions) -> int:
+    """Runs the command and returns its exit code.
+
+    Raises:
+      BadSession: nothing of it is proven to be sound; it is as it was.
+      KvrtError: what else keeps it from being done; likewise.
+    """
+    assert options.session is not None
+    path = real_path(existing(Path(options.session)))
+    target = path if options.output is None else Path(options.output)
+    status = stored.status(path)
+
+    def before(at: Path) -> None:
+        if target != path:
+            replace.refuse_existing(at)
+            return
+        now = stored.status(path)
+        if status is None or now is None or not stored.is_same(status, now):
+            raise SaveError(f"{path}: another process has changed it meanwhile; repair it again")
+        kept.append(replace.keep_damaged(path))
+
+    kept: list[Path] = []
+    result = repaired(path)
+    if not result.damage:
+        if not options.quiet:
+            output.note(f"{path}: sound, there is nothing to repair")
+        return 0
+    if not result.snapshot.seq_ids:
+        raise BadSession(
+            f"{path}: {_listed(result.damage)}: no token is left before that; kvrt run --overwrite "
+            f"replaces it, and keeps it as {path.name}~"
+        )
+    if container_at(target) == "folder":
+        session.save(target, result.snapshot, before=before)
+    else:
+        kv_file.save(target, result.snapshot, anew=True, before=before)
+    if not options.quiet:
+        _report(target, result)
+        for at in kept:
+            output.note(f"{target}: the damaged session is kept as {at}")
+    return 0
+
+
+def _report(target: Path, result: Repaired) -> None:
+    """What was damaged, and what each sequence has lost."""
+    n, n_kept = sum(result.n_tokens.values()), sum(result.n_kept.values())
+    output.note(f"{target}: {n_kept:,} of {n:,} {token_noun(n)} kept; {_listed(result.damage)}")
+    if len(result.n_tokens) == 1:
+        return
+    lost = {s: n - result.n_kept[s] for s, n in result.n_tokens.items()}
+    whole = [s for s, n in lost.items() if not n]
+    output.note(f"{target}: {len(whole):,} of {len(lost):,} sequences are whole")
+    for s in [s for s, n in lost.items() if n][:_SHOWN]:
+        n, n_kept = result.n_tokens[s], result.n_kept[s]
+        output.note(f"{target}: sequence {s} has its first {n_kept:,} of {n:,} {token_noun(n)}")
+
+
+def _listed(damage: tuple[str, ...]) -> str:
+    more = f" and {len(damage) - _SHOWN:,} more parts" if len(damage) > _SHOWN else ""
+    return f"damaged: {', '.join(damage[:_SHOWN])}{more}"
