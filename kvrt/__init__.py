@@ -73,8 +73,7 @@ if TYPE_CHECKING:
     from kvrt.program.disk_hits import keep_programs
     from kvrt.program.mesh import MeshSpec
     from kvrt.reuse.blend import BlendSpec
-    from kvrt.reuse.chunks import KeptChunk
-    from kvrt.reuse.plan import ReusePlan
+    from kvrt.reuse.plan import KeptChunk, ReusePlan
     from kvrt.reuse.reasons import Reason, Recomputed
     from kvrt.reuse.schema import PlacedModule, PlacedSchema
     from kvrt.runtime.blend import Blended
@@ -111,7 +110,7 @@ _HOMES = {
     "SessionFile": "runtime.session_file",
     "Restored": "runtime.session_file",
     "Way": "runtime.session_file",
-    "KeptChunk": "reuse.chunks",
+    "KeptChunk": "reuse.plan",
     "ReusePlan": "reuse.plan",
     "Reason": "reuse.reasons",
     "Recomputed": "reuse.reasons",

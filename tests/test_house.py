@@ -23,7 +23,7 @@ PARAMETERS = {
     "runtime:Runtime.generate": "what a user may say of one answer, all but the first by keyword",
     "llama_read:read": "files of llama.cpp say little of themselves: the caller says the rest",
     "llama_write:write": "the same, for writing",
-    "mlx_write:write": "the same, for mlx-lm",
+    "mlx:write": "the same, for mlx-lm",
 }
 
 # Functions of more than 40 lines, and how many they have.

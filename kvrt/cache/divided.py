@@ -6,7 +6,7 @@ from kvrt.arrays import Int32
 from kvrt.cache.cell_cache import CellCache
 from kvrt.program.device import Device
 from kvrt.program.programs import Program
-from kvrt.session.divided.blocks import DividedBlocks
+from kvrt.session.divided import DividedBlocks
 from kvrt.session.snapshot import BLOCK_CELLS, KVBlock
 from kvrt.store import sharded
 from kvrt.store.sharded import DividedKV

@@ -146,7 +146,7 @@ COMMANDS = (
         "Copies a session with its keys and values in another dtype, or in the format of another "
         "program; with -m also from a file of llama.cpp or mlx-lm, which does not name its model.",
         s.ConvertOptions,
-        "kvrt.cli.session.convert:execute",
+        "kvrt.cli.session.copies:execute_convert",
         (
             "kvrt convert book.kv --to q8_0 -o small.kv",
             "kvrt convert book.kv --to llama.cpp -o book.bin",

@@ -40,7 +40,7 @@ from kvrt.session import OpenedSession, SamplingState, fingerprint, io
 from kvrt.session.change import replace
 from kvrt.session.change.replace import Change, SessionTokens
 from kvrt.session.change.sequences import save_sequence
-from kvrt.session.divided.blocks import divided_groups
+from kvrt.session.divided import divided_groups
 from kvrt.session.library.library import Library
 from kvrt.session.orbax.team import Team
 from kvrt.session.snapshot import Snapshot

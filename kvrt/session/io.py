@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Literal
 
 from kvrt.errors import BadSession, SaveError, UsageError, reason
-from kvrt.session.divided.blocks import divided_groups
+from kvrt.session.divided import divided_groups
 from kvrt.session.kv_file import file as kv_file
 from kvrt.session.kv_file import frame
 from kvrt.session.kv_file.blobs import Tensors

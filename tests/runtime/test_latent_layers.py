@@ -14,7 +14,7 @@ from kvrt.arrays import array_bytes
 from kvrt.errors import BadConfig, SessionMismatch
 from kvrt.program.estimate import of_blocks, of_cells
 from kvrt.session.change import edit
-from kvrt.session.interop import llama_read, llama_write, mlx_write
+from kvrt.session.interop import llama_read, llama_write, mlx
 from tests.latentlm import RANK, ROPE, SCALE, LatentLm, Plain
 from tests.marks import full, slow
 from tests.runtime.alongside import TEXT, read, run_history
@@ -164,7 +164,7 @@ def test_other_programs_files_are_refused():
         llama_write.write(io.BytesIO(), snapshot, groups, arch="llama", whole=False)
     assert "\n" not in str(caught.value)
     with pytest.raises(SessionMismatch, match=r"a prompt cache of .* has keys and values apart"):
-        mlx_write.write(io.BytesIO(), snapshot, groups, arch="llama")
+        mlx.write(io.BytesIO(), snapshot, groups, arch="llama")
     with pytest.raises(SessionMismatch, match=r"a session file of .* has keys and values"):
         llama_read.read("none", snapshot.fingerprint, groups, arch="llama", n_vocab=32)
 

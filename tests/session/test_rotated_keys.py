@@ -9,7 +9,7 @@ import pytest
 from kvrt import CacheConfig, MaskSpec, Runtime, SelfExtend
 from kvrt.errors import SessionMismatch
 from kvrt.session.change import edit
-from kvrt.session.interop import llama_read, mlx_read, mlx_write
+from kvrt.session.interop import llama_read, mlx
 from kvrt.session.interop.rotated_keys import with_rotated_keys
 from tests.numpy_device.device import compiled
 from tests.session.llama_bytes import written
@@ -86,9 +86,9 @@ def test_a_prompt_cache_of_mlx_is_too(tmp_path):
     model, path = ToyLm(), tmp_path / "x.safetensors"
     read, write = (snapshot(model, x, n=50) for x in ("read", "write"))
     file = io.BytesIO()
-    mlx_write.write(file, read, model.groups, arch="llama")
+    mlx.write(file, read, model.groups, arch="llama")
     path.write_bytes(file.getvalue())
-    found = mlx_read.read(path, write.fingerprint, model.groups, arch="llama", n_vocab=64)
+    found = mlx.read(path, write.fingerprint, model.groups, arch="llama", n_vocab=64)
     assert np.abs(keys(found, 0) - keys(write, 0)).max() <= 1e-5
 
 

@@ -19,10 +19,9 @@ from kvrt.cli.flags.session_files import BlendFlags
 from kvrt.cli.process import devices, output, startup, status
 from kvrt.cli.process.devices import choosing, ready
 from kvrt.cli.process.interrupt import Interrupt
-from kvrt.cli.setup.config import cache_config
+from kvrt.cli.setup.config import cache_config, named_drafter
 from kvrt.cli.setup.model import WeightsChoice, choose_weights, open_draft_model, open_with_status
 from kvrt.cli.setup.policy import layers_of_spec, policy_of_batch
-from kvrt.cli.setup.sampling import named_drafter
 from kvrt.drafts.drafter import Speculation
 from kvrt.drafts.prompt_lookup import PromptLookup
 from kvrt.errors import KvrtError, UsageError

@@ -17,8 +17,8 @@ from kvrt.options.size import show_size
 from kvrt.serving.metrics import EngineStats
 from kvrt.session import fingerprint, io
 from kvrt.session.fingerprint import Fingerprint
-from kvrt.session.library.entries import Entry, is_as_added
 from kvrt.session.library.library import Library
+from kvrt.session.library.stored import Entry, is_as_added
 
 _BAR_S = 0.1  # between two updates of a bar
 _WEIGHTS, _TYPE = "model.weights", f"model.{fingerprint.WEIGHT_TYPE}"

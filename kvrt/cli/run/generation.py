@@ -10,7 +10,7 @@ from kvrt.cli.process import output
 from kvrt.cli.process.interrupt import Interrupt, Interrupted
 from kvrt.cli.report import summary
 from kvrt.cli.report.exactness import AnswerCounts, Approximation, approximations
-from kvrt.cli.setup import sampling
+from kvrt.cli.setup import config
 from kvrt.drafts.drafter import Drafter
 from kvrt.drafts.layer_skip import LayerSkip
 from kvrt.errors import BadLogits, CacheFull
@@ -147,7 +147,7 @@ class Generation:
         self.options, self._model, self._runtime = options, model, runtime
         self._weights, self._drafter = weights, drafter
         self.reading = reading
-        self._n_best = sampling.n_best(options)
+        self._n_best = config.n_best(options)
         self._n_generated = 0
         self._decode_s = 0.0
         self._sampled: list[int] = []
@@ -226,10 +226,10 @@ class Generation:
         """Where sampling was left: the newest token is not in the cache."""
         if not self._sampled:
             return None
-        sampling = dataclasses.asdict(self._sampling())
+        config = dataclasses.asdict(self._sampling())
         before = self.reading.after.n_sampled if self.reading.after else 0
         return SamplingState(
-            token=self._sampled[-1], n_drawn=before + self._n_generated, sampling=sampling
+            token=self._sampled[-1], n_drawn=before + self._n_generated, sampling=config
         )
 
     def _texts(self) -> dict[int, str]:
@@ -243,7 +243,7 @@ class Generation:
     def _decode(
         self, stream: TextStream, interrupt: Interrupt, each: Callable[[], None] | None
     ) -> str:
-        ends = sampling.stop_ids(self.options, self._model.tokenizer)
+        ends = config.stop_ids(self.options, self._model.tokenizer)
         tokens = self._runtime.generate(
             self.options.n_predict if self.options.n_predict >= 0 else None,
             sampling=self._sampling(),
@@ -252,7 +252,7 @@ class Generation:
             n_best=self._n_best,
             stride=self.options.stride,
             after=self.reading.after,
-            speculation=sampling.speculation(self.options, self._drafter),
+            speculation=config.speculation(self.options, self._drafter),
         )
         while not interrupt.asked:
             compiled, start = self._runtime.programs.compile_s, time.perf_counter()
@@ -294,4 +294,4 @@ class Generation:
             self.last = text
 
     def _sampling(self) -> Sampling:
-        return sampling.sampling(self.options)
+        return config.sampling(self.options)

@@ -16,9 +16,8 @@ from kvrt.options.size import show_size
 from kvrt.session import fingerprint, io
 from kvrt.session.io import is_library
 from kvrt.session.library import stored
-from kvrt.session.library.content import content_of
-from kvrt.session.library.entries import Content, Entry, due
-from kvrt.session.library.library import Library
+from kvrt.session.library.library import Library, content_of
+from kvrt.session.library.stored import Content, Entry, due
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""From flags to the cache: its sizes, its types, and a length where none is given."""
+"""From flags to the cache (sizes, types, a length where none is given), and to what is sampled."""
 
 import dataclasses
 import functools
@@ -7,18 +7,23 @@ from typing import TypeVar
 
 import jax
 
-from kvrt.cli.flags.evaluate import EvalFlags, LengthFlags
+from kvrt import LayerSkip, PromptLookup, Sampling, Speculation
+from kvrt.cli.flags.evaluate import EvalFlags, LengthFlags, RunOptions, WriteFlags
 from kvrt.cli.flags.groups import SelectFlags
 from kvrt.cli.flags.serving import BatchOptions, BlockFlags, DoctorOptions, FitOptions
 from kvrt.cli.flags.session_files import ChunkFlags
 from kvrt.cli.process import output
-from kvrt.errors import BadConfig
+from kvrt.drafts.drafter import Drafter
+from kvrt.errors import BadConfig, UsageError
 from kvrt.kv_types import KeyDtypes, KVDtypes, default_kv_dtype
 from kvrt.options.cache import CacheConfig, SelfExtend
+from kvrt.options.option import Options
 from kvrt.options.select import DoubleSparsity, Quest, Select
 from kvrt.program.estimate import most_tokens, of_cells
+from kvrt.runtime.generate import GenerationSpec
 from kvrt.runtime.heavy_channels import read_channels
 from kvrt_models.spec import DecoderSpec
+from kvrt_models.tokenizer.encode import Tokenizer
 
 CacheOptions = EvalFlags | BatchOptions | FitOptions | DoctorOptions
 _Flags = TypeVar("_Flags", bound=EvalFlags)
@@ -135,3 +140,65 @@ def select_config(options: SelectFlags) -> Select | None:
         return DoubleSparsity(channels=channels, weights=weights, **options.part(DoubleSparsity))
     except BadConfig as error:
         raise BadConfig(f"--select {options.select}: {error}") from error
+
+
+NGRAM, LAYERSKIP = "ngram", "layerskip:"
+
+
+def sampling(options: WriteFlags) -> Sampling:
+    """How tokens are sampled."""
+    return Sampling(**options.part(Sampling))
+
+
+def stop_ids(options: LengthFlags, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Tokens that end the text."""
+    return () if options.ignore_eos else tuple(sorted(tokenizer.eos_ids))
+
+
+def n_best(options: WriteFlags) -> int:
+    """Log-probabilities that are wanted of each token."""
+    return options.logprobs if isinstance(options, RunOptions) else 0
+
+
+def speculation(
+    options: LengthFlags, drafter: Drafter | LayerSkip | None = None
+) -> Speculation | None:
+    """Drafts that are verified, as the flags ask for them; what drafts may still be opened."""
+    if not isinstance(options, RunOptions) or options.draft is None:
+        return None
+    found = drafter or named_drafter(options.draft) or PromptLookup()
+    return Speculation(drafter=found, n_draft=options.n_draft)
+
+
+def named_drafter(draft: str) -> PromptLookup | LayerSkip | None:
+    """The drafter that --draft names, None for a model's name.
+
+    Raises:
+      UsageError: layers are named that are no number.
+    """
+    if draft == NGRAM:
+        return PromptLookup()
+    if not draft.startswith(LAYERSKIP):
+        return None
+    layer = draft.removeprefix(LAYERSKIP)
+    if not layer.isdecimal():
+        raise UsageError(
+            f"--draft {draft}: {layer!r} is no number of layers; give one, as in layerskip:8"
+        )
+    return LayerSkip(exit_layer=int(layer))
+
+
+def request(options: Options, tokenizer: Tokenizer) -> GenerationSpec | None:
+    """What a command generates, but for the tokens before it; None if it writes nothing."""
+    if not isinstance(options, WriteFlags):
+        return None
+    return GenerationSpec(
+        n_predict=options.n_predict if options.n_predict >= 0 else None,
+        seq_id=0,
+        sampling=sampling(options),
+        stop_ids=stop_ids(options, tokenizer),
+        recent=(),
+        n_best=n_best(options),
+        speculation=speculation(options),
+        stride=options.stride,
+    )

@@ -14,7 +14,7 @@ from kvrt import DraftModel, LayerSkip, Runtime
 from kvrt.cli.flags.evaluate import EvalFlags, RunOptions
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.cli.process import output, startup, status
-from kvrt.cli.setup.sampling import named_drafter, request, sampling
+from kvrt.cli.setup.config import named_drafter, request, sampling
 from kvrt.config import GroupSpec
 from kvrt.drafts.drafter import Drafter
 from kvrt.errors import BadSession, SessionMismatch, UsageError

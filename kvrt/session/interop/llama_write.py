@@ -27,7 +27,7 @@ from kvrt.session.interop.llama_format import (
     architecture,
     sections,
 )
-from kvrt.session.interop.llama_sections.write import Written, WrittenCells, section
+from kvrt.session.interop.llama_sections import Written, WrittenCells, section
 from kvrt.session.interop.llama_states import write_states
 from kvrt.session.interop.rotated_keys import with_rotated_keys
 from kvrt.session.owners import Owned

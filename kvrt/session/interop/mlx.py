@@ -1,4 +1,4 @@
-"""Reads the prompt caches of mlx-lm, of models that are all full attention.
+"""Reads and writes the prompt caches of mlx-lm, of models that are all full attention.
 
 A cache is one safetensors file; tensors and metadata are trees of lists, flattened. Keys, with RoPE
 applied, are `i.0` of layer i and values `i.1`, `[1, H, n, D]`, for positions 0 to n - 1.
@@ -12,14 +12,19 @@ Tokens are not in it; kvrt notes them under the name of TOKENS.
 Source: mlx-lm `mlx_lm/models/cache.py`, save_prompt_cache and load_prompt_cache.
 """
 
+import json
+import math
 import os
+import struct
 from collections.abc import Mapping, Sequence
+from io import BufferedIOBase
 from typing import Annotated, Any
 
 import numpy as np
 import safetensors
 from msgspec import Meta
 
+from kvrt.cellcache.history import entries
 from kvrt.config import GroupSpec
 from kvrt.errors import BadSession, SessionMismatch
 from kvrt.files.typed_json import json_value, typed
@@ -28,6 +33,7 @@ from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.interop import foreign, source
 from kvrt.session.interop.foreign import DTYPES
 from kvrt.session.interop.llama_format import architecture
+from kvrt.session.interop.rotated_keys import with_rotated_keys
 from kvrt.session.owners import Owned
 from kvrt.session.snapshot import GroupPart, Snapshot
 
@@ -37,6 +43,7 @@ KIND = "KVCache"
 _Token = Annotated[int, Meta(gt=-(2**31), lt=2**31)]
 _MAX_HEADER_BYTES = 16 << 20
 KV_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+_CODES = {name: code for code, name in KV_DTYPES.items()}
 
 
 def read(
@@ -230,3 +237,111 @@ def _noted(name: str, text: str | None) -> list[int]:
         return typed(list[_Token], json_value(text))
     except ValueError as error:
         raise BadSession(f"{name}: its tokens: {error}; make the file again") from error
+
+
+def write(
+    file: BufferedIOBase,
+    snapshot: Snapshot,
+    groups: Sequence[GroupSpec],
+    *,
+    arch: str,
+    seq_id: int | None = None,
+    notes: Mapping[str, str] | None = None,
+    old: bool = False,
+) -> None:
+    """Writes one sequence as a prompt cache, in the dtypes of its keys and values, with its tokens.
+
+    Args:
+      file: open for writing; all checks come before the first byte.
+      snapshot: what is written.
+      groups: of the model.
+      arch: the model's architecture, of the llama family.
+      seq_id: the sequence; None is the only one.
+      notes: metadata of the user, e.g. mlx-lm's own `model` and `tokenizer_config`.
+      old: for an mlx-lm before 0.32.
+
+    Raises:
+      UsageError: which sequence is wanted is not said, or it is empty.
+      SessionMismatch: mlx-lm has no such cache, or the positions are not 0, 1, 2 and so on.
+    """
+    check_shared_format(snapshot.fingerprint, groups, arch)
+    snapshot = with_rotated_keys(snapshot, groups, "a prompt cache of mlx-lm")
+    chosen = foreign.chosen(snapshot, seq_id, whole=False)
+    assert chosen is not None
+    ids = _ids(snapshot, chosen)
+    types = [foreign.kv_dtype(snapshot, which, _CODES, "mlx-lm") for which in ("type_k", "type_v")]
+    header = {"__metadata__": _metadata(groups, ids, notes or {}, old=old)}
+    header |= _header(groups, types, len(ids), old=old)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(struct.pack("<Q", len(text)) + text)
+    for _, g, layer in places(groups):
+        for values in (False, True):
+            kv = _of_layer(snapshot.groups[g], groups[g], layer, chosen, values=values)
+            file.write(np.ascontiguousarray(kv).tobytes())
+    if not old:
+        file.write(struct.pack("<i", len(ids)) * len(places(groups)))
+
+
+def _header(
+    groups: Sequence[GroupSpec], types: Sequence[str], n: int, *, old: bool
+) -> dict[str, Any]:
+    """Type, shape and place of every tensor."""
+    made: dict[str, Any] = {}
+    end = 0
+
+    def add(name: str, code: str, shape: list[int], itemsize: int) -> None:
+        nonlocal end
+        start, end = end, end + math.prod(shape) * itemsize
+        made[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
+
+    for layer, g, _ in places(groups):
+        for i, name in enumerate(types):
+            shape = [1, groups[g].n_kv_heads, n, groups[g].head_dim]
+            add(f"{layer}.{i}", _CODES[name], shape, DTYPES[name].itemsize)
+    for layer, _, _ in [] if old else places(groups):
+        add(f"{layer}.2", "I32", [], 4)
+    return made
+
+
+def _metadata(
+    groups: Sequence[GroupSpec], ids: Sequence[int], notes: Mapping[str, str], *, old: bool
+) -> dict[str, str]:
+    layers = [layer for layer, _, _ in places(groups)]
+    noted = {**notes, TOKENS: json.dumps(ids)}
+    if old:
+        made = {f"0.{layer}": "" for layer in layers} | {f"2.{layer}": KIND for layer in layers}
+        return made | {f"1.{key}": x for key, x in noted.items()}
+    made = {f"0.{key}": x for key, x in noted.items()} | {f"1.{layer}": KIND for layer in layers}
+    made["2.0"] = ""
+    for i, layer in enumerate(layers, 1):
+        made |= {f"2.{i}.0": f"{layer}.2", f"2.{i}.1": "scalar"}
+    return made
+
+
+def _ids(snapshot: Snapshot, seq_id: int) -> list[int]:
+    """Tokens of a sequence, whose cells must stand at 0, 1, 2 and so on."""
+    held = entries(snapshot.history, seq_id)
+    wanted = np.arange(held.shape[1])
+    for part in snapshot.groups:
+        owned = owners.owners_of(part.pos, part.seqs)
+        found = owned.pos[owned.of(seq_id)]
+        if not (np.array_equal(found, wanted) and np.array_equal(held[0], wanted)):
+            raise SessionMismatch(
+                f"{len(found)} cells and {len(wanted)} tokens of sequence {seq_id} do not stand at "
+                "0, 1, 2 and so on; mlx-lm has no other positions"
+            )
+    return held[1].tolist()
+
+
+def _of_layer(
+    part: GroupPart, group: GroupSpec, layer: int, seq_id: int, *, values: bool
+) -> np.ndarray:
+    """Keys or values of a sequence in a layer, `[H, n, D]`, by position."""
+    cells = owners.owners_of(part.pos, part.seqs).of(seq_id)
+    found = [np.asarray(block.v if values else block.k)[layer] for block in part.blocks]
+    kv = np.concatenate(found)[cells].swapaxes(0, 1)
+    order = (
+        None if values or group.rope is None else foreign.order(group.rope.layout, "neox", group)
+    )
+    return kv if order is None else kv[..., order]

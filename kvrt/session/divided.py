@@ -1,24 +1,112 @@
-"""Keys and values of a snapshot that stay on the devices of a mesh until a folder is written.
+"""How the devices of a mesh divided the keys and values of a group that a folder keeps.
 
-Each process writes what its own devices hold; no array is ever whole on one of them. Whatever else
-takes a snapshot sees blocks like all others: they are collected on the host when one is asked for.
+A device has a part of the cells and a part of the kv heads. What it wrote are its pieces: up to 256
+cells that follow each other in its part. A group of one device is one part of all cells and heads.
 """
 
+import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Annotated, Any, overload
 
 import numpy as np
+from msgspec import Meta
 
 from kvrt.errors import SaveError
 from kvrt.session import kv_arrays
-from kvrt.session.divided import division
-from kvrt.session.divided.division import Division, Piece
 from kvrt.session.snapshot import BLOCK_CELLS, KVBlock, Snapshot
-from kvrt.store.quantized import each
+from kvrt.store.quantized import AnyKVArray, each
+from kvrt.whole_numbers import Count
 
 if TYPE_CHECKING:
     import jax
+
+MAX_PARTS = 1 << 16  # of a group, and processes that wrote them
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Division:
+    """The parts of a group.
+
+    Attributes:
+      cells: used cells of each part of the cells, in their order.
+      n_heads: parts of the kv heads, all of one size.
+      writers: the process that wrote each part, those of one part of the cells side by side.
+    """
+
+    cells: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_PARTS)]
+    n_heads: Annotated[int, Meta(ge=1, le=MAX_PARTS)]
+    writers: Annotated[
+        tuple[Annotated[int, Meta(ge=0, le=MAX_PARTS - 1)], ...], Meta(max_length=MAX_PARTS)
+    ]
+
+    @property
+    def n_pieces(self) -> int:
+        """How many pieces there are."""
+        return sum(map(_n_blocks, self.cells)) * self.n_heads
+
+    def writer(self, part: int, head: int) -> int:
+        """The process that wrote one part of the heads of one part of the cells."""
+        return self.writers[part * self.n_heads + head]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What one device wrote at once.
+
+    Attributes:
+      part: of the cells.
+      block: which 256 cells of that part.
+      head: part of the kv heads.
+      start: the first of its cells, counted in all used cells of the group.
+      n: its cells.
+    """
+
+    part: int
+    block: int
+    head: int
+    start: int
+    n: int
+
+
+def undivided(n_used: int) -> Division:
+    """All used cells and heads as one part."""
+    return Division(cells=(n_used,), n_heads=1, writers=(0,))
+
+
+@functools.lru_cache(maxsize=64)
+def pieces(division: Division) -> tuple[Piece, ...]:
+    """The pieces of a division in the order of their blobs: by cells, then by heads."""
+    starts = [0, *itertools.accumulate(division.cells)]
+    return tuple(
+        Piece(part=i, block=j, head=t, start=starts[i] + at, n=min(BLOCK_CELLS, n - at))
+        for i, n in enumerate(division.cells)
+        for j, at in enumerate(range(0, n, BLOCK_CELLS))
+        for t in range(division.n_heads)
+    )
+
+
+def joined_pieces(division: Division, found: Sequence[KVBlock]) -> list[KVBlock]:
+    """Blocks of 256 cells with all heads, on the host, from the pieces of a division."""
+    size, k, v = division.n_heads, [], []
+    for at in range(0, len(found), size):
+        k.append(_with_heads([x.k for x in found[at : at + size]]))
+        v.append(_with_heads([x.v for x in found[at : at + size]]))
+    if not k:
+        return []
+    k, v = kv_arrays.join_blocks(k), kv_arrays.join_blocks(v)
+    spans = [slice(at, at + BLOCK_CELLS) for at in range(0, sum(division.cells), BLOCK_CELLS)]
+    return [KVBlock(k=kv_arrays.some(k, x), v=kv_arrays.some(v, x)) for x in spans]
+
+
+def _with_heads(parts: Sequence[AnyKVArray]) -> AnyKVArray:
+    return each(lambda *x: np.concatenate(x, axis=2), *parts)
+
+
+def _n_blocks(n: int) -> int:
+    return -(-n // BLOCK_CELLS)
+
 
 Tensors = kv_arrays.Tensors
 
@@ -54,7 +142,7 @@ class DividedBlocks(Sequence[KVBlock]):
         """The pieces that this process writes, one at a time on the host, with their numbers."""
         import jax
 
-        for i, piece in enumerate(division.pieces(self.division)):
+        for i, piece in enumerate(pieces(self.division)):
             if self.division.writer(piece.part, piece.head) == jax.process_index():
                 found = self.round_arrays(piece.block)
                 yield i, {name: _own(x, piece) for name, x in found.items()}
@@ -85,11 +173,11 @@ class DividedBlocks(Sequence[KVBlock]):
                 "name in .orbax, or take a snapshot that is not divided"
             )
         found = []
-        for piece in division.pieces(self.division):
+        for piece in pieces(self.division):
             block = self.rounds[piece.block]
             k, v = (each(lambda x, p=piece: _own(x, p), side) for side in (block.k, block.v))
             found.append(KVBlock(k=k, v=v))
-        return division.joined_pieces(self.division, found)
+        return joined_pieces(self.division, found)
 
 
 def divided_groups(snapshot: Snapshot) -> tuple[DividedBlocks, ...]:
