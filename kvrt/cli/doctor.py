@@ -35,12 +35,7 @@ _N_TRAINED = 4096
 
 
 def execute(options: DoctorOptions) -> int:
-    """Runs the command and returns its exit code.
-
-    Raises:
-      KvrtError: there is no device, the kernel named is one of others, or the model's header cannot
-        be read.
-    """
+    """Runs the command and returns its exit code; raises KvrtError."""
     startup.check_device(options.attention)
     startup.keep_programs_or_warn()
     found = _found(_choice(options))

@@ -24,11 +24,7 @@ from kvrt.session.io import open_existing
 
 
 def execute(options: AskOptions) -> int:
-    """Runs the command and returns its exit code.
-
-    Raises:
-      KvrtError: what keeps it from starting, or ended it; answers so far are written.
-    """
+    """Runs the command and returns its exit code; raises KvrtError."""
     if options.schema is not None:
         from kvrt.cli.ask.modules import ask_modules
 
@@ -92,7 +88,7 @@ class SessionAsker(Asking):
             n = len(self._held)
             opened, select = self._opened, self.runtime.config.select
             output.note(
-                f"{opened.path}: {n:,} {phrases.token_noun(n)} restored in {seconds:.2f} s"
+                f"{opened.path}: {phrases.counted(n, 'token')} restored in {seconds:.2f} s"
                 f"{phrases.sampled_by(opened.manifest, opened.seq_id, select)}"
             )
         with Interrupt() as interrupt:

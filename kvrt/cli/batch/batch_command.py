@@ -15,11 +15,7 @@ _TYPES: tuple[str, ...] = "dtype", "cache_type_k", "cache_type_v"
 
 
 def execute(options: BatchOptions) -> int:
-    """Runs the command and returns its exit code: 1 where a request failed.
-
-    Raises:
-      KvrtError: what keeps it from starting, or ended it; results so far are written.
-    """
+    """Runs the command and returns its exit code: 1 where a request failed; raises KvrtError."""
     if options.coordinator is None:
         return _execute(options)
     # Late: for a single process, results that are there need no JAX.

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvrt.cli.process import output, status
 from kvrt.cli.report import tables
-from kvrt.cli.report.phrases import compiled, nan_scores, token_noun
+from kvrt.cli.report.phrases import compiled, counted, nan_scores
 from kvrt.cli.setup.model import OF_OLDER, weight_type
 from kvrt.errors import KvrtError
 from kvrt.options.size import show_size
@@ -78,7 +78,13 @@ def progress_of(n_requests: int, *, to_stdout: bool) -> Iterator[Show]:
         if to_stdout:
             yield lambda counts, stats: None
         else:
-            with _bar(n_requests) as show:
+            with status.bar("requests", n_requests, "compiling the first step") as bar:
+                often = status.Every(_BAR_S)
+
+                def show(counts: BatchCounts, stats: Callable[[], EngineStats]) -> None:
+                    if often.due():
+                        bar(counts.n_done, _state(counts, stats()))
+
                 yield show
         return
     clock = status.Every(status.LINE_S)
@@ -102,28 +108,6 @@ def _hits(stats: EngineStats) -> str:
     return f"{100 * stats.hit_rate:.1f} %"
 
 
-@contextlib.contextmanager
-def _bar(n_requests: int) -> Iterator[Show]:
-    from rich import progress
-
-    columns = (
-        progress.TextColumn("requests"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TextColumn("{task.fields[said]}"),
-        progress.TimeElapsedColumn(),
-    )
-    with progress.Progress(*columns, console=output.console(), transient=True) as bars:
-        task = bars.add_task("", total=n_requests, said="compiling the first step")
-        clock = status.Every(_BAR_S)
-
-        def show(counts: BatchCounts, stats: Callable[[], EngineStats]) -> None:
-            if clock.due():
-                bars.update(task, completed=counts.n_done, said=_state(counts, stats()))
-
-        yield show
-
-
 def batch_summary(
     counts: BatchCounts, stats: EngineStats, *, n_bad: int, n_before: int, n_left: int
 ) -> list[str]:
@@ -144,7 +128,7 @@ def batch_summary(
     n, rate = counts.n_sampled, f", {counts.rate}" if counts.rate else ""
     lines = [
         f"requests   {counts.n_done:,} done{failed}{before}{left}",
-        f"generated  {n:,} {token_noun(n)} in {counts.seconds:.2f} s{rate}",
+        f"generated  {counted(n, 'token')} in {counts.seconds:.2f} s{rate}",
         compiled(counts.n_compiles, counts.compile_s, counts.n_from_disk),
         *([f"attention  {stats.attention}"] if stats.attention else []),
         f"cache      {stats.prefix['hit']:,} of {stats.prefix['asked']:,} prompt tokens were "
@@ -169,7 +153,7 @@ def from_sessions(stats: EngineStats, folder: str) -> str:
 def _upkeep(stats: EngineStats) -> Iterator[str]:
     """What policies have dropped and what shortage has cost, where there was any."""
     if n := stats.drops.get("tokens", 0):
-        yield f"dropped    {n:,} {token_noun(n)} by policies, beyond the context of their requests"
+        yield f"dropped    {counted(n, 'token')} by policies, beyond the context of their requests"
     if stats.n_nan_scores:
         yield f"policy     {nan_scores(stats.n_nan_scores)}"
     lost = stats.sequences

@@ -10,6 +10,7 @@ from kvrt.cli.process import output
 from kvrt.options.option import Options
 
 Say = Callable[[str], None]
+Show = Callable[[int, str], None]
 LINE_S = 15.0  # between two lines of progress where there is no terminal
 
 
@@ -46,6 +47,31 @@ def waiting(what: str, wanted: bool) -> Iterator[Say]:
     spinner = Spinner("dots", Text(what), style="status.spinner")
     with Live(spinner, console=output.console(), refresh_per_second=12.5, transient=True):
         yield lambda text: spinner.update(text=Text(text))
+
+
+@contextlib.contextmanager
+def bar(what: str, n: int, said: str = "", *, left: bool = False) -> Iterator[Show]:
+    """A bar on standard error; the function that it gives takes how many are done, and a text.
+
+    Args:
+      what: is counted.
+      n: how many there are.
+      said: the text before the first is done.
+      left: the time left is shown, in place of the time since.
+    """
+    from rich import progress
+
+    since = progress.TimeElapsedColumn()
+    columns = (
+        progress.TextColumn(what),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn("{task.fields[said]}"),
+        *((progress.TimeRemainingColumn(), progress.TextColumn("left")) if left else (since,)),
+    )
+    with progress.Progress(*columns, console=output.console(), transient=True) as bars:
+        task = bars.add_task("", total=n, said=said)
+        yield lambda done, said: bars.update(task, completed=done, said=said)
 
 
 def loads(options: Options) -> bool:

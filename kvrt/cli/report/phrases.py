@@ -38,7 +38,7 @@ def why(plan: ReusePlan) -> list[str]:
 
 def reused(name: str, plan: ReusePlan, seconds: float) -> str:
     """The line of a run: what a session gave, what is evaluated all the same, and why."""
-    done = f"{plan.n_reused:,} {token_noun(plan.n_reused)} restored in {seconds:.2f} s"
+    done = f"{counted(plan.n_reused, 'token')} restored in {seconds:.2f} s"
     rest = f"{plan.n_evaluated:,} recomputed: {'; '.join(why(plan))}"
     return f"{name}: {done}, {rest}{_approximate(plan)}"
 
@@ -54,7 +54,7 @@ def restored(path: Path, found: "Restored") -> str:
         follows = f", {len(found.ids) - n:,} follow"
     else:
         return f"{path}: {n:,} tokens {seconds}"
-    return f"{path}: {n:,} {token_noun(n)} {seconds}{follows}"
+    return f"{path}: {counted(n, 'token')} {seconds}{follows}"
 
 
 def named_settings(said: Mapping[str, Any]) -> str:
@@ -79,14 +79,14 @@ def sampled_by(found: "Manifest", seq_id: int, select: Select | None) -> str:
     return f"; from token {n_exact:,} on sampled by sparse reads ({there}), {here}"
 
 
-def token_noun(n: int) -> str:
-    """The noun for a number of tokens."""
-    return "token" if n == 1 else "tokens"
+def counted(n: int, what: str) -> str:
+    """A number of things, by the noun for one of them."""
+    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
 
 
 def checkpoints_left_out(at: Sequence[int]) -> str:
     """What a shorter copy of a session leaves out."""
-    noun = checkpoint_noun(len(at))
+    noun = "checkpoint" if len(at) == 1 else "checkpoints"
     return f"without the context {noun} at {shown_positions(at)}, behind its end"
 
 
@@ -95,11 +95,6 @@ def shown_positions(at: Sequence[int]) -> str:
     shown = at if len(at) <= _MOST_SHOWN + 1 else at[:_MOST_SHOWN]
     more = f" and {len(at) - len(shown):,} more" if len(shown) < len(at) else ""
     return ", ".join(f"{x:,}" for x in shown) + more
-
-
-def checkpoint_noun(n: int) -> str:
-    """The noun for a number of context checkpoints."""
-    return "checkpoint" if n == 1 else "checkpoints"
 
 
 def nan_scores(n: int) -> str:

@@ -17,6 +17,7 @@ from kvrt.cells import Cells
 from kvrt.cli.process import output, status
 from kvrt.cli.report import phrases
 from kvrt.cli.report.exactness import Approximation, exactness_fields, exactness_lines
+from kvrt.cli.report.phrases import counted
 from kvrt.cli.report.tables import MAP_WIDTH, OWNERS, signs
 
 if TYPE_CHECKING:
@@ -108,32 +109,19 @@ def prefill_bar(n_prompt: int, wanted: bool) -> Iterator[Callable[[int], None]]:
     """
     start, clock = time.perf_counter(), status.Every(status.LINE_S)
 
+    def rate(done: int) -> float:
+        return done / (time.perf_counter() - start)
+
     def line(done: int) -> None:
         if wanted and clock.due():
-            rate = done / (time.perf_counter() - start)
-            output.note(f"prompt     {done:,} of {n_prompt:,} tokens, {rate:,.1f} tokens/s")
+            note = f"{done:,} of {n_prompt:,} tokens, {rate(done):,.1f} tokens/s"
+            output.note(f"prompt     {note}")
 
     if not (wanted and sys.stderr.isatty()):
         yield line
         return
-    from rich import progress
-
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TextColumn("{task.fields[rate]}"),
-        progress.TimeRemainingColumn(),
-        progress.TextColumn("left"),
-    )
-    with progress.Progress(*columns, console=output.console(), transient=True) as bars:
-        task = bars.add_task("prompt", total=n_prompt, rate="")
-
-        def show(done: int) -> None:
-            rate = done / (time.perf_counter() - start)
-            bars.update(task, completed=done, rate=f"{rate:,.0f} tokens/s")
-
-        yield show
+    with status.bar("prompt", n_prompt, left=True) as show:
+        yield lambda done: show(done, f"{rate(done):,.0f} tokens/s")
 
 
 def summary(outcome: Outcome) -> list[str]:
@@ -141,10 +129,10 @@ def summary(outcome: Outcome) -> list[str]:
     stats = outcome.stats
     whole = outcome.n_prefilled == outcome.n_wanted
     prompt = "" if whole else f"{outcome.n_prefilled:,} of "
-    prompt += f"{_count(outcome.n_wanted, 'token')} in {outcome.prefill_s:.2f} s"
+    prompt += f"{counted(outcome.n_wanted, 'token')} in {outcome.prefill_s:.2f} s"
     reason = _REASONS[outcome.finish_reason]
     seed = "" if outcome.seed is None else f"; seed {outcome.seed}"
-    written = f"{_count(outcome.n_generated, 'token')} in {outcome.decode_s:.2f} s"
+    written = f"{counted(outcome.n_generated, 'token')} in {outcome.decode_s:.2f} s"
     return [
         f"prompt     {prompt}{_per_second(outcome.prefill_tps)}",
         f"generated  {written}{_per_second(outcome.decode_tps)}; {reason}{seed}",
@@ -159,9 +147,9 @@ def summary(outcome: Outcome) -> list[str]:
         *([f"policy     {kept_line(stats.scored)}"] if stats.scored else []),
         *([f"           {phrases.nan_scores(stats.n_nan_scores)}"] if stats.n_nan_scores else []),
         *([f"reads      {read_line(outcome, stats.select)}"] if stats.select else []),
-        f"upkeep     {_count(stats.n_shift, 'context shift')}, "
-        f"{_count(stats.n_dropped, 'token')} dropped, {_count(stats.n_defrag, 'defrag')}"
-        + (f", {_count(stats.n_extend, 'round')} of SelfExtend" if stats.n_extend else ""),
+        f"upkeep     {counted(stats.n_shift, 'context shift')}, "
+        f"{counted(stats.n_dropped, 'token')} dropped, {counted(stats.n_defrag, 'defrag')}"
+        + (f", {counted(stats.n_extend, 'round')} of SelfExtend" if stats.n_extend else ""),
         *(f"           {line}" for line in drop_lines(outcome.n_prompt, stats)),
         *exactness_lines(outcome.approximations),
     ]
@@ -186,7 +174,7 @@ def read_line(outcome: Outcome, select: "Select") -> str:
     part = f"{n_read / n_cached:.0%} of the cached cells" if n_cached else "no token decoded"
     return (
         f"{select.name}, {select.n_cells:,} cells a token at most, {part}, beyond the first "
-        f"{_count(select.n_dense, 'layer')}"
+        f"{counted(select.n_dense, 'layer')}"
     )
 
 
@@ -200,7 +188,7 @@ def cells_read(outcome: Outcome, select: "Select") -> tuple[int, int]:
 def draft_line(stats: Stats, dtype: str | None) -> str:
     """The line of a summary that says what became of drafts."""
     n = stats.n_rounds
-    line = f"{stats.n_drafted:,} in {_count(n, 'round')}, {stats.n_accepted:,} accepted, "
+    line = f"{stats.n_drafted:,} in {counted(n, 'round')}, {stats.n_accepted:,} accepted, "
     line += f"{(stats.n_accepted + n) / n:.1f} tokens a round"
     exact = dtype in (None, "f32")
     return line if exact else f"{line}; at {dtype} weights the text may differ from that without"
@@ -208,7 +196,7 @@ def draft_line(stats: Stats, dtype: str | None) -> str:
 
 def checkpoint_line(stats: Stats) -> str:
     """The line of a summary that says which context checkpoints there are, and which went, why."""
-    line = f"{stats.n_checkpoints:,} context {phrases.checkpoint_noun(stats.n_checkpoints)}"
+    line = f"{counted(stats.n_checkpoints, 'context checkpoint')}"
     line += f", {stats.checkpoint_bytes / 1e6:.1f} MB"
     gone: dict[str, list[int]] = {}
     for x in stats.lost_checkpoints:
@@ -351,12 +339,8 @@ def _coloured(row: str):
     return Text.assemble(*((sign, styles[sign]) for sign in row))
 
 
-def _count(n: int, what: str) -> str:
-    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
-
-
 def _used(stats: Stats) -> str:
-    used = f"{stats.cells_used:,} of {_count(stats.n_ctx, stats.unit)} used"
+    used = f"{stats.cells_used:,} of {counted(stats.n_ctx, stats.unit)} used"
     return f"{used}, n_kv {stats.n_kv:,}" if stats.unit == "cell" else used
 
 

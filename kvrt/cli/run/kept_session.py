@@ -1,12 +1,13 @@
 """The session of a run: what is restored from it, what that saves, and what is written to it."""
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from kvrt import Runtime
+from kvrt.cli.flags.evaluate import RunOptions
+from kvrt.cli.flags.session_files import PrefillOptions
 from kvrt.cli.process import output
 from kvrt.cli.report import phrases
 from kvrt.cli.report.exactness import reused_part
@@ -34,52 +35,31 @@ from kvrt_models.tokenizer.encode import Tokenizer
 _MOST_LOOKED_AT = 32
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SessionUse:
-    """How a run uses its session.
-
-    Attributes:
-      writes: it is saved.
-      answers: with what is sampled.
-      overwrite: another text may take its place.
-      append: a prompt follows all that it holds.
-      converse: so does a message by the chat template.
-      chunks: cached keys and values that were computed under another text may be used.
-      quiet: nothing is said but what went wrong.
-      seq: the sequence that is meant; the others stay. None is the only one.
-    """
-
-    writes: bool = True
-    answers: bool = False
-    overwrite: bool = False
-    append: bool = False
-    converse: bool = False
-    chunks: bool = False
-    quiet: bool = False
-    seq: int | None = None
-
-
 class KeptSession(SessionFile):
     """The session of a run: a file, or the best of a folder, as the flags mean it."""
 
     _seq_name = "--seq"
 
-    def __init__(self, name: str, use: SessionUse, *, every_s: float = EVERY_S):
+    def __init__(self, options: RunOptions | PrefillOptions, *, every_s: float = EVERY_S):
         """Reads what is there but the cached keys and values; raises as `SessionFile`.
 
         Args:
-          name: a file that need not be there, or a folder.
-          use: what is done with it.
-          every_s: seconds between saves while a prompt is read, and where `use.answers` while
+          options: name a file that need not be there, or a folder, and say what becomes of it.
+          every_s: seconds between saves while a prompt is read, and where the answer is saved while
             tokens are sampled.
         """
-        self._use, self._way, self._n_held = use, Way.COMPARED, 0
-        super().__init__(
-            name, seq_id=use.seq, writes=use.writes, overwrite=use.overwrite, every_s=every_s
-        )
+        self._options, self._way, self._n_held = options, Way.COMPARED, 0
+        run = options if isinstance(options, RunOptions) else None
+        name = options.session if isinstance(options, RunOptions) else options.output
+        assert name is not None
+        self._answers = run is not None and run.session_all and run.n_predict != 0
+        self._chunks = run is not None and run.reuse_chunks
+        writes = run is None or not run.session_ro
+        flags = dict(writes=writes, overwrite=options.overwrite)
+        super().__init__(name, seq_id=options.seq, **flags, every_s=every_s)
 
     def _note(self, line: str) -> None:
-        if not self._use.quiet:
+        if not self._options.quiet:
             output.note(line)
 
     def _warn(self, line: str) -> None:
@@ -109,7 +89,7 @@ class KeptSession(SessionFile):
         rolls = any(extent(g, config).rolls for g in model.spec.groups)
         extends = config.self_extend is not None and config.self_extend.kind == "cache"
         is_scored = isinstance(policy, ScoredPolicy)
-        if self._use.chunks and (rolls or extends or model.spec.recurrent is not None or is_scored):
+        if self._chunks and (rolls or extends or model.spec.recurrent is not None or is_scored):
             raise UsageError(
                 "--reuse_chunks fills gaps in the middle, which recurrent layers, layers that keep "
                 "tokens by score, SelfExtend in the cache and windows without --swa_full cannot; "
@@ -119,12 +99,12 @@ class KeptSession(SessionFile):
 
     def _check_loss(self, ids: Sequence[int]) -> None:
         """Refuses a prompt in whose place much of the held text would go."""
-        if self.opened is None or not self._use.writes or self._may_lose:
+        if self.opened is None or not self._writes or self._may_lose:
             return
         held = held_tokens(self.opened)
         n_exact = self.opened.manifest.exact.get(self.opened.seq_id, len(held.ids))
         begins = common_prefix(held.ids, np.asarray(ids, np.int32)) == len(ids) <= n_exact
-        if begins and not self._use.answers:
+        if begins and not self._answers:
             return  # Nothing will be saved.
         n_lost = held.n_lost(ids)
         if replace.judge(held.n, n_lost) is Change.LOSES:
@@ -152,7 +132,7 @@ class KeptSession(SessionFile):
             except (UsageError, BadSession):
                 continue
             if decoder is None:
-                spec = load.describe_model(name, progress=not self._use.quiet).spec
+                spec = load.describe_model(name, progress=not self._options.quiet).spec
                 decoder = identity(spec, "", "f32")["decoder"]
             if (found.manifest.fingerprint.get("model") or {}).get("decoder") == decoder:
                 return found
@@ -169,9 +149,10 @@ class KeptSession(SessionFile):
 
     def follows(self, given: Prompt) -> bool:
         """Whether a prompt follows all that the session holds."""
-        if self.opened is None or not len(self.opened.held[1]) or self._use.overwrite:
+        if self.opened is None or not len(self.opened.held[1]) or self._options.overwrite:
             return False
-        return given.is_none or self._use.append or (self._use.converse and given.chat)
+        converses = isinstance(self._options, RunOptions) and given.chat
+        return given.is_none or self._options.append or converses
 
     def tokens(self, given: Prompt, tokenizer: Tokenizer) -> list[int]:
         """All tokens of a prompt, before it those that it follows.
@@ -182,7 +163,7 @@ class KeptSession(SessionFile):
         Raises:
           UsageError: there is no session to resume, or nothing to append.
         """
-        if self._library is not None and self._use.append:
+        if self._library is not None and self._options.append:
             raise UsageError(f"{self.path}: is a folder of sessions; name the one to append to")
         if not self.follows(given) or self.opened is None:
             if given.is_none:
@@ -215,13 +196,13 @@ class KeptSession(SessionFile):
           SessionMismatch: the session is of another model or cache.
           BadSession: it is damaged.
         """
-        found = self.restore(runtime, ids, way=self._way, chunks=self._use.chunks)
+        found = self.restore(runtime, ids, way=self._way, chunks=self._chunks)
         opened, n = self.opened, f"{len(ids):,} computed"
         if opened is None:
             why = f"damaged and replaced: {self._damage}" if self._damage else "no such session yet"
             self._note(f"{self.path}: nothing restored, {n}: {why}")
         elif opened.seq_ids and opened.seq_id not in opened.seq_ids:
-            self._note(f"{self.path}: sequence {self._use.seq} begins, {n}")
+            self._note(f"{self.path}: sequence {self._options.seq} begins, {n}")
         else:
             how = phrases.sampled_by(opened.manifest, opened.seq_id, runtime.config.select)
             self._note(phrases.restored(opened.path, found) + how)
@@ -256,7 +237,7 @@ class KeptSession(SessionFile):
             # Half of it would be held twice when the same command is given again.
             self._note(f"{self.path}: stays as it was, for not all of the prompt was read")
         elif reading.whole or n_more > 0:
-            if self._use.writes:
+            if self._writes:
                 check_sound(self.path, runtime, reading)
             self.save(runtime, reading.read)
 

@@ -17,7 +17,7 @@ from kvrt.cli.report.tables import printable
 from kvrt.cli.run import prompt
 from kvrt.cli.run.conversation import PromptRun
 from kvrt.cli.run.generation import Generation
-from kvrt.cli.run.kept_session import KeptSession, SessionUse
+from kvrt.cli.run.kept_session import KeptSession
 from kvrt.cli.session.open_session import follow_sampling
 from kvrt.cli.setup.model import open_drafter
 from kvrt.errors import BadLogits, CacheFull, UsageError
@@ -30,11 +30,7 @@ _WORD = 40  # characters in which a word is expected to end
 
 
 def execute(options: RunOptions, given: prompt.Prompt) -> int:
-    """Runs the command and returns its exit code.
-
-    Raises:
-      KvrtError: what keeps the run from starting, or ended it; the text so far is written.
-    """
+    """Runs the command and returns its exit code; raises KvrtError."""
     with ready(options):
         return _execute(options, given)
 
@@ -44,7 +40,7 @@ def _execute(options: RunOptions, given: prompt.Prompt) -> int:
     if name is not None:
         options = _remembers(options, name)
         _check_stride(options)
-        kept = _session(options, name)
+        kept = KeptSession(options)
         if kept.follows(given):
             options = follow_sampling(options, kept.opened)
     reader = PromptRun(options, given, kept)
@@ -110,21 +106,6 @@ def _check_stride(options: RunOptions) -> None:
         )
 
 
-def _session(options: RunOptions, name: str) -> KeptSession:
-    """The session that the flags name."""
-    use = SessionUse(
-        writes=not options.session_ro,
-        answers=options.session_all and options.n_predict != 0,
-        overwrite=options.overwrite,
-        append=options.append,
-        converse=True,
-        chunks=options.reuse_chunks,
-        quiet=options.quiet,
-        seq=options.seq,
-    )
-    return KeptSession(name, use)
-
-
 def _write(reader: PromptRun, job: Generation, interrupt: Interrupt, *, answers: bool) -> str:
     """Writes what follows, saving it from time to time if `answers`; returns why it ended.
 
@@ -187,11 +168,7 @@ def prompt_ending(ids: Sequence[int], tokenizer: Tokenizer) -> str:
 
 
 def execute_prefill(options: PrefillOptions, given: prompt.Prompt) -> int:
-    """Runs the command and returns its exit code.
-
-    Raises:
-      KvrtError: what keeps it from starting, or ended it.
-    """
+    """Runs the command and returns its exit code; raises KvrtError."""
     if options.schema is not None:
         from kvrt.cli.ask import modules
 
@@ -203,12 +180,7 @@ def execute_prefill(options: PrefillOptions, given: prompt.Prompt) -> int:
 
 
 def _prefill(options: PrefillOptions, given: prompt.Prompt) -> int:
-    assert options.output is not None
-    use = SessionUse(
-        overwrite=options.overwrite, append=options.append, quiet=options.quiet, seq=options.seq
-    )
-    kept = KeptSession(options.output, use)
-    reader = PromptRun(options, given, kept)
+    reader = PromptRun(options, given, KeptSession(options))
     reader.prepare()
     with Interrupt() as interrupt:
         try:
@@ -217,5 +189,5 @@ def _prefill(options: PrefillOptions, given: prompt.Prompt) -> int:
             reader.finish()
         if not options.quiet:
             n = reading.n_done
-            output.note(f"{n:,} {phrases.token_noun(n)} read in {reading.seconds:.2f} s")
+            output.note(f"{phrases.counted(n, 'token')} read in {reading.seconds:.2f} s")
         return 0 if reading.whole else interrupt.exit_code

@@ -15,7 +15,7 @@ from kvrt.cli.flags.evaluate import EvalFlags
 from kvrt.cli.flags.session_files import ConvertOptions, ForkOptions, RepairOptions, TrimOptions
 from kvrt.cli.process import output, startup
 from kvrt.cli.report import phrases
-from kvrt.cli.report.phrases import token_noun
+from kvrt.cli.report.phrases import counted
 from kvrt.cli.setup import config as settings
 from kvrt.errors import BadSession, SaveError, UsageError
 from kvrt.files import atomic
@@ -39,11 +39,7 @@ _SHOWN = 8  # damaged parts that are listed
 
 
 def execute_fork(options: ForkOptions) -> int:
-    """Runs the command and returns its exit code.
-
-    Raises:
-      KvrtError: what keeps it from being done; nothing is written then.
-    """
+    """Runs the command and returns its exit code; raises KvrtError."""
     assert options.session is not None and options.output is not None and options.at is not None
     new = Path(options.output)
     old = session.read(existing(Path(options.session)))
@@ -52,7 +48,7 @@ def execute_fork(options: ForkOptions) -> int:
     done = session.save(new, short, before=replace.refuse_existing)
     if not options.quiet:
         output.note(
-            f"{new}: {options.at:,} of {n:,} {phrases.token_noun(n)}, {done.n_bytes:,} bytes"
+            f"{new}: {options.at:,} of {phrases.counted(n, 'token')}, {done.n_bytes:,} bytes"
         )
         note_checkpoints(new, old, short)
     return 0
@@ -92,11 +88,7 @@ def cut_at(snapshot: Snapshot, n: int, flag: str) -> Snapshot:
 
 
 def execute_trim(options: TrimOptions) -> int:
-    """Runs the command and returns its exit code.
-
-    Raises:
-      KvrtError: what keeps it from being done; the session is as it was then.
-    """
+    """Runs the command and returns its exit code; raises KvrtError."""
     assert options.session is not None
     path = real_path(existing(Path(options.session)))
     new = path if options.output is None else Path(options.output)
@@ -137,12 +129,7 @@ def _write(path: Path, old: Snapshot, new: Snapshot) -> Path | None:
 
 
 def execute_repair(options: RepairOptions) -> int:
-    """Runs the command and returns its exit code.
-
-    Raises:
-      BadSession: nothing of it is proven to be sound; it is as it was.
-      KvrtError: what else keeps it from being done; likewise.
-    """
+    """Runs the command and returns its exit code; raises KvrtError."""
     assert options.session is not None
     path = real_path(existing(Path(options.session)))
     target = path if options.output is None else Path(options.output)
@@ -182,7 +169,7 @@ def execute_repair(options: RepairOptions) -> int:
 def _report(target: Path, result: Repaired) -> None:
     """What was damaged, and what each sequence has lost."""
     n, n_kept = sum(result.n_tokens.values()), sum(result.n_kept.values())
-    output.note(f"{target}: {n_kept:,} of {n:,} {token_noun(n)} kept; {_listed(result.damage)}")
+    output.note(f"{target}: {n_kept:,} of {counted(n, 'token')} kept; {_listed(result.damage)}")
     if len(result.n_tokens) == 1:
         return
     lost = {s: n - result.n_kept[s] for s, n in result.n_tokens.items()}
@@ -190,7 +177,7 @@ def _report(target: Path, result: Repaired) -> None:
     output.note(f"{target}: {len(whole):,} of {len(lost):,} sequences are whole")
     for s in [s for s, n in lost.items() if n][:_SHOWN]:
         n, n_kept = result.n_tokens[s], result.n_kept[s]
-        output.note(f"{target}: sequence {s} has its first {n_kept:,} of {n:,} {token_noun(n)}")
+        output.note(f"{target}: sequence {s} has its first {n_kept:,} of {counted(n, 'token')}")
 
 
 def _listed(damage: tuple[str, ...]) -> str:
@@ -202,11 +189,7 @@ _Foreign = Callable[[BufferedIOBase], None]
 
 
 def execute_convert(options: ConvertOptions) -> int:
-    """Runs the command and returns its exit code.
-
-    Raises:
-      KvrtError: what keeps it from being done; nothing is written then.
-    """
+    """Runs the command and returns its exit code; raises KvrtError."""
     assert options.session is not None and options.output is not None
     new = Path(options.output)
     path = existing(Path(options.session))

@@ -29,12 +29,7 @@ _ALIKE, _SKIPPED = 8, 3  # tokens that say that a text continues as held, and ho
 
 
 def execute(options: ExplainOptions, given: prompt.Prompt) -> int:
-    """Runs the command and returns its exit code.
-
-    Raises:
-      BadSession: the session is damaged.
-      SessionMismatch: it has another tokenizer.
-    """
+    """Runs the command and returns its exit code; raises KvrtError."""
     assert options.session is not None
     path = Path(options.session)
     tokenizer = load.open_tokenizer(options.model)
@@ -82,8 +77,8 @@ class Choice:
         like = f", as {', '.join(self.others)}" if self.others else ""
         return [
             f"{folder}: {n} {'session' if n == 1 else 'sessions'} of this kind",
-            f"{self.opened.path.name} shares the first {self.n_common:,} "
-            f"{phrases.token_noun(self.n_common)}{like}",
+            f"{self.opened.path.name} shares the first "
+            f"{phrases.counted(self.n_common, 'token')}{like}",
             f"no other continues: {', '.join(self.leaves)}",
         ]
 
@@ -168,7 +163,7 @@ def _n_left_out(held: np.ndarray, wanted: np.ndarray, at: int) -> int:
 
 def _lines(path: Path, plan: ReusePlan, chunks: ReusePlan, sides: Sides | None) -> list[str]:
     n = plan.n_wanted
-    out = [f"{path}: {plan.n_reused:,} of {n:,} {phrases.token_noun(n)} would be reused"]
+    out = [f"{path}: {plan.n_reused:,} of {phrases.counted(n, 'token')} would be reused"]
     if sides is not None:
         out += [
             f"first difference at token {sides.at:,}",

@@ -94,12 +94,7 @@ def survey(library: Library) -> Survey:
 
 
 def execute_ls(options: LsOptions) -> int:
-    """Runs the command and returns its exit code; files that are no sessions are named.
-
-    Raises:
-      UsageError: it is no folder.
-      BadSession: the index is damaged.
-    """
+    """Runs the command and returns its exit code; files that are no sessions are named."""
     library = open_library(options.folder)
     if options.rebuild:
         refused = library.rebuild().refused
@@ -157,13 +152,7 @@ def _entry_fields(entry: Entry) -> dict[str, str | int]:
 
 
 def execute_prune(options: PruneOptions) -> int:
-    """Runs the command and returns its exit code; files that are no sessions stay.
-
-    Raises:
-      UsageError: it is no folder.
-      BadSession: the index is damaged.
-      KvrtError: a file cannot be deleted.
-    """
+    """Runs the command and returns its exit code; files that are no sessions stay."""
     library, budget = open_library(options.folder), options.size("budget") or 0
     found = survey(library)
     wanted = gone = due(found.entries, budget)

@@ -163,12 +163,7 @@ def _cell(value: Any) -> str:
 
 
 def execute(options: InspectOptions) -> int:
-    """Runs the command and returns its exit code.
-
-    Raises:
-      UsageError: there is no such session.
-      BadSession: the session is damaged.
-    """
+    """Runs the command and returns its exit code; raises KvrtError."""
     assert options.session is not None
     opened = open_existing(Path(options.session))
     facts = session_facts(opened)

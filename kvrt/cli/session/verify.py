@@ -22,19 +22,14 @@ if TYPE_CHECKING:
 
 
 def execute(options: VerifyOptions) -> int:
-    """Runs the command and returns its exit code.
-
-    Raises:
-      BadSession: it is damaged.
-      SessionMismatch: it does not fit the model.
-    """
+    """Runs the command and returns its exit code; raises KvrtError."""
     assert options.session is not None
     opened = open_existing(Path(options.session))
     snapshot = session.read(opened)
     if found := find_damage(snapshot):
         raise BadSession(f"{opened.path}: {found}; compute the session again")
     n = sum(opened.manifest.n_tokens.values())
-    said = f"{opened.path}: sound, {n:,} {phrases.token_noun(n)}"
+    said = f"{opened.path}: sound, {phrases.counted(n, 'token')}"
     if options.model is not None:
         from kvrt.cli.process import startup  # late: only a model needs JAX
 
