@@ -14,7 +14,7 @@ from kvrt.attention.choice import AttentionChoice, choose
 from kvrt.attention.choice.cases import Case, Query, case_of, cases_of
 from kvrt.cli.flags.serving import DoctorOptions
 from kvrt.cli.process import output, startup
-from kvrt.cli.process.devices import choosing
+from kvrt.cli.process.startup import choosing
 from kvrt.cli.report.tables import table
 from kvrt.cli.setup.config import cache_config
 from kvrt.config import GroupSpec, RopeSpec

@@ -11,9 +11,8 @@ from kvrt.cli.flags.serving import FitOptions
 from kvrt.cli.process import output, startup
 from kvrt.cli.report.phrases import counted
 from kvrt.cli.report.tables import table
-from kvrt.cli.setup.config import cache_config
+from kvrt.cli.setup.config import cache_config, layers_of_spec, policy_of_batch
 from kvrt.cli.setup.model import with_window_sinks
-from kvrt.cli.setup.policy import layers_of_spec, policy_of_batch
 from kvrt.config import MAX_POS, Indexed
 from kvrt.options.cache import CacheConfig
 from kvrt.options.serving import Rules

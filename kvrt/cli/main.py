@@ -15,10 +15,11 @@ from kvrt.cli.flags.parse import fields_text, help_text
 from kvrt.cli.flags.serving import AnyModelFlags
 from kvrt.cli.flags.session_files import NamedModel
 from kvrt.cli.flags.topics import TOPICS
-from kvrt.cli.process import accelerators, output, status
+from kvrt.cli.process import accelerators, output
 from kvrt.cli.process.interrupt import Ended, Unwinding
 from kvrt.errors import KvrtError, UsageError
 from kvrt.files.named import check_named
+from kvrt.options.option import Options
 
 _FIELDS = "fields"  # the topic that is made of the options
 _SIGNALS = 128  # exit codes above it are those of signals
@@ -96,7 +97,7 @@ def _dispatch(args: Sequence[str]) -> int:
         from kvrt.cli.run import prompt
 
         given = (prompt.read_prompt(options),)
-    with status.waiting("starting JAX", status.loads(options)):
+    with output.waiting("starting JAX", _loads(options)):
         module, _, function = command.does.partition(":")
         execute = getattr(importlib.import_module(module), function)
     with Unwinding():
@@ -150,3 +151,8 @@ def _close(word: str, names: Sequence[str]) -> str:
 def _show(text: str) -> int:
     output.write_text(text)
     return 0
+
+
+def _loads(options: Options) -> bool:
+    """Whether a command is to load JAX, which takes seconds, and may say so."""
+    return isinstance(options, ModelFlags) and "quiet" not in options.given

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvrt import CacheConfig, SelfExtend, session
-from kvrt.cli.report.exactness import (
+from kvrt.cli.report.summary import (
     AnswerCounts,
     Approximation,
     approximations,

@@ -12,7 +12,7 @@ import pytest
 from kvrt import cells as meaning
 from kvrt.attention.choice import AttentionChoice
 from kvrt.cache.stats import DropEvent, LostCheckpoint, Stats
-from kvrt.cli.process import status
+from kvrt.cli.process import output
 from kvrt.cli.report import summary
 
 STATS = Stats(
@@ -228,7 +228,7 @@ def test_what_is_waited_for_is_shown_however_short_the_wait_is(monkeypatch):
     shown = Terminal()
     monkeypatch.setattr("sys.stderr", shown)
     monkeypatch.setenv("TERM", "xterm")
-    with status.waiting("compiling", wanted=True) as say:
+    with output.waiting("compiling", wanted=True) as say:
         say("reading")
     assert 0 < shown.getvalue().index("compiling") < shown.getvalue().index("reading")
 
@@ -237,7 +237,7 @@ def test_what_is_waited_for_is_shown_however_short_the_wait_is(monkeypatch):
     ("seconds", "wanted", "n"), [(0.0, True, 2), (60.0, True, 0), (0.0, False, 0)]
 )
 def test_a_prompt_tells_its_progress_without_a_terminal(capfd, monkeypatch, seconds, wanted, n):
-    monkeypatch.setattr(status, "LINE_S", seconds)
+    monkeypatch.setattr(output, "LINE_S", seconds)
     with summary.prefill_bar(54_365, wanted) as show:
         show(1024)
         show(2048)

@@ -7,7 +7,7 @@ from kvrt.cli.flags.session_files import AskOptions
 from kvrt.cli.process import output
 from kvrt.cli.process.interrupt import Interrupt
 from kvrt.cli.report import summary
-from kvrt.cli.report.exactness import exactness_lines
+from kvrt.cli.report.summary import exactness_lines
 from kvrt.cli.run.conversation import Conversation
 from kvrt.cli.run.generation import Reading
 from kvrt.errors import CacheFull

@@ -9,11 +9,11 @@ from kvrt import session
 from kvrt.cli.ask.answers import Asking
 from kvrt.cli.ask.chunk_ask import ask_chunks
 from kvrt.cli.flags.session_files import AskOptions
-from kvrt.cli.process import output, status
-from kvrt.cli.process.devices import ready
+from kvrt.cli.process import output
 from kvrt.cli.process.interrupt import Interrupt
+from kvrt.cli.process.startup import ready
 from kvrt.cli.report import phrases
-from kvrt.cli.report.exactness import reused_part
+from kvrt.cli.report.summary import reused_part
 from kvrt.cli.run import prompt
 from kvrt.cli.run.generation import Reading
 from kvrt.cli.session.open_session import check_fits, follow
@@ -78,7 +78,7 @@ class SessionAsker(Asking):
         """Answers all questions in their order; returns the exit code."""
         self.compile(self._longest)
         start = time.perf_counter()
-        with status.waiting("reading the session", not self.quiet):
+        with output.waiting("reading the session", not self.quiet):
             self._snapshot = session.read(self._opened)
             self._restore()
         seconds = time.perf_counter() - start

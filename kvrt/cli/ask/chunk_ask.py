@@ -9,9 +9,9 @@ from kvrt import Blended, BlendSpec, CachedChunk
 from kvrt.cli.ask.answers import Asking
 from kvrt.cli.ask.chunks import ChunkFile, ChunkReader, blended_part, joined, open_chunk
 from kvrt.cli.flags.session_files import AskOptions
-from kvrt.cli.process import output, status
-from kvrt.cli.process.devices import ready
+from kvrt.cli.process import output
 from kvrt.cli.process.interrupt import Interrupt
+from kvrt.cli.process.startup import ready
 from kvrt.cli.run.generation import Reading
 from kvrt.cli.run.prompt import chunk_lead
 from kvrt.cli.session.open_session import check_fits, follow
@@ -73,7 +73,7 @@ class ChunkAsker(Asking):
     def run(self) -> int:
         """Answers all questions in their order; returns the exit code."""
         self.compile(self._longest)
-        with status.waiting("reading chunks", not self.quiet):
+        with output.waiting("reading chunks", not self.quiet):
             self._chunks = [self._reader.open(*x) for x in self._named]
         with Interrupt() as interrupt:
             return self._answer_all(interrupt)

@@ -9,7 +9,7 @@ import numpy as np
 from kvrt import CachedChunk, Runtime
 from kvrt.arrays import Int32
 from kvrt.cli.process import output
-from kvrt.cli.report.exactness import Approximation
+from kvrt.cli.report.summary import Approximation
 from kvrt.cli.run.prompt import read_text
 from kvrt.errors import BadSession, KvrtError, UsageError, reason
 from kvrt.runtime.chunks.chunk import StoredChunk

@@ -13,10 +13,10 @@ import numpy as np
 from kvrt import CacheConfig, PromptCache, Runtime, session
 from kvrt.cli.ask.answers import write_answer
 from kvrt.cli.flags.session_files import AskOptions, PrefillOptions
-from kvrt.cli.process import output, startup, status
-from kvrt.cli.process.devices import ready
+from kvrt.cli.process import output, startup
 from kvrt.cli.process.interrupt import Interrupt
-from kvrt.cli.report.exactness import reused_part
+from kvrt.cli.process.startup import ready
+from kvrt.cli.report.summary import reused_part
 from kvrt.cli.run import prompt
 from kvrt.cli.run.conversation import Conversation
 from kvrt.cli.run.generation import Reading
@@ -134,11 +134,11 @@ def _encode(made: _Modules, path: Path, *, overwrite: bool) -> None:
     runtime = made.runtime
     made.compile(max(len(m.ids) for m in placed.modules))
     compiled, start = runtime.stats().compile_s, time.perf_counter()
-    with status.waiting(f"computing {len(placed.modules)} modules", not quiet):
+    with output.waiting(f"computing {len(placed.modules)} modules", not quiet):
         PromptCache.encode(runtime, placed, FIRST_SEQ)
         jax.block_until_ready(runtime.cache.cells[0].pos)
     seconds = time.perf_counter() - start - (runtime.stats().compile_s - compiled)
-    with status.waiting("saving", not quiet):
+    with output.waiting("saving", not quiet):
         _save(path, runtime, overwrite=overwrite)
     if quiet:
         return
@@ -230,7 +230,7 @@ class _Prompt(_Modules):
         """Serves the prompt and writes what follows; returns the exit code."""
         held, runtime = self._held, self.runtime
         self.compile(max(self._n_new, 1))
-        with status.waiting("reading the session", not self.quiet), held.naming():
+        with output.waiting("reading the session", not self.quiet), held.naming():
             runtime.restore(session.read(held))
             modules = PromptCache(runtime, self.placed, FIRST_SEQ)
         start = time.perf_counter()

@@ -19,7 +19,7 @@ def execute(options: BatchOptions) -> int:
     if options.coordinator is None:
         return _execute(options)
     # Late: for a single process, results that are there need no JAX.
-    from kvrt.cli.process.devices import ready
+    from kvrt.cli.process.startup import ready
 
     with ready(options):
         return _execute(options)

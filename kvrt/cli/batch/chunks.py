@@ -8,8 +8,8 @@ from typing import Any
 from kvrt import BlendSpec, CacheConfig, PrivatePrefix, Runtime
 from kvrt.cli.ask.chunks import ChunkFile, ChunkReader, blended_part, joined, open_chunk
 from kvrt.cli.flags.serving import BatchOptions
-from kvrt.cli.process import devices, output, startup
-from kvrt.cli.report.exactness import Approximation
+from kvrt.cli.process import output, startup
+from kvrt.cli.report.summary import Approximation
 from kvrt.cli.run.prompt import chunk_lead
 from kvrt.cli.session.open_session import check_fits
 from kvrt.errors import CacheFull
@@ -62,7 +62,7 @@ class RequestChunks:
             block_size=_CELLS,
             n_checkpoints=0,
         )
-        spec, mesh = model.spec, devices.mesh(options)
+        spec, mesh = model.spec, startup.mesh(options)
         startup.check_memory(
             spec.groups, self._config, spec.recurrent, mesh=mesh, widened=model.widened_bytes
         )

@@ -16,12 +16,11 @@ from kvrt.cli.batch.results import Results
 from kvrt.cli.batch.server import AnswerLimits, Server
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.cli.flags.session_files import BlendFlags
-from kvrt.cli.process import devices, output, startup, status
-from kvrt.cli.process.devices import choosing, ready
+from kvrt.cli.process import output, startup
 from kvrt.cli.process.interrupt import Interrupt
-from kvrt.cli.setup.config import cache_config, named_drafter
+from kvrt.cli.process.startup import choosing, ready
+from kvrt.cli.setup.config import cache_config, layers_of_spec, named_drafter, policy_of_batch
 from kvrt.cli.setup.model import WeightsChoice, choose_weights, open_draft_model, open_with_status
-from kvrt.cli.setup.policy import layers_of_spec, policy_of_batch
 from kvrt.drafts.drafter import Speculation
 from kvrt.drafts.prompt_lookup import PromptLookup
 from kvrt.errors import KvrtError, UsageError
@@ -104,7 +103,7 @@ class BatchRun:
     ):
         """Everything that can be refused without the weights is refused here."""
         self._options, self._results = options, results
-        self._metrics_clock, self._warned = status.Every(_METRICS_S), False
+        self._metrics_clock, self._warned = output.Every(_METRICS_S), False
         # The scheduler weighs priorities of those it knows of; the first of all come first.
         self._todo = deque(sorted(todo, key=lambda e: e.priority))
         self._n_before, self._n_bad = len(results.done), len(requests.bad)
@@ -139,7 +138,7 @@ class BatchRun:
 
     def _run(self) -> int:
         counts, quiet = self._server.counts, self._options.quiet
-        with status.waiting("reading weights", not quiet):
+        with output.waiting("reading weights", not quiet):
             for programs in self._programs:
                 programs.bind(self._model.wait().decoder)
             if self._drafter is not None:
@@ -249,7 +248,7 @@ def _open_engine(
 
     With it a model that drafts, and its runtime, if the flags name one.
     """
-    spec, mesh = model.spec, devices.mesh(options)
+    spec, mesh = model.spec, startup.mesh(options)
     config = cache_config(options, spec.n_ctx_train)
     serving = engine_config(options, model.identity).fitted(config)
     policy = policy_of_batch(options, spec)

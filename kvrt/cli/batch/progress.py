@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kvrt.cli.process import output, status
+from kvrt.cli.process import output
 from kvrt.cli.report import tables
 from kvrt.cli.report.phrases import compiled, counted, nan_scores
 from kvrt.cli.setup.model import OF_OLDER, weight_type
@@ -78,8 +78,8 @@ def progress_of(n_requests: int, *, to_stdout: bool) -> Iterator[Show]:
         if to_stdout:
             yield lambda counts, stats: None
         else:
-            with status.bar("requests", n_requests, "compiling the first step") as bar:
-                often = status.Every(_BAR_S)
+            with output.bar("requests", n_requests, "compiling the first step") as bar:
+                often = output.Every(_BAR_S)
 
                 def show(counts: BatchCounts, stats: Callable[[], EngineStats]) -> None:
                     if often.due():
@@ -87,7 +87,7 @@ def progress_of(n_requests: int, *, to_stdout: bool) -> Iterator[Show]:
 
                 yield show
         return
-    clock = status.Every(status.LINE_S)
+    clock = output.Every(output.LINE_S)
 
     def line(counts: BatchCounts, stats: Callable[[], EngineStats]) -> None:
         if clock.due():

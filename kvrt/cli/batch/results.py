@@ -24,6 +24,7 @@ from kvrt.cli.batch.requests import MAX_LINE_BYTES, Id
 from kvrt.cli.process import output
 from kvrt.errors import KvrtError, UsageError, reason
 from kvrt.files import atomic, locks
+from kvrt.files.typed_json import shown_json
 
 BEGIN = b'{"id": '  # of every line of results
 _END = b'"n_cached": '  # stands near the end of one
@@ -158,7 +159,7 @@ def _scan(
     start = 0
     while data := file.readline(max_bytes):
         end = start + len(data)
-        record = _record(data)
+        record = _whole_result(data)
         if record is None:
             end = os.fstat(file.fileno()).st_size  # all the rest
         why = None if record is None else expected.why_not(record)
@@ -175,14 +176,23 @@ def _scan(
     return kept, {why: list(ids) for why, ids in dropped.items()}
 
 
-def _record(data: bytes) -> dict[str, Any] | None:
+def _result(data: bytes) -> Record:
+    """A line of results; raises ValueError for anything else."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError("it is no JSON") from error
+    if not isinstance(found, dict) or not {"id", "finish_reason"} <= set(found):
+        raise ValueError("it is no result")
+    return found
+
+
+def _whole_result(data: bytes) -> Record | None:
     """A result; None of anything else, and of what was torn."""
     try:
-        found = json.loads(data) if data.endswith(b"\n") else None
-    except (ValueError, RecursionError):
+        return _result(data) if data.endswith(b"\n") else None
+    except ValueError:
         return None
-    whole = isinstance(found, dict) and {"id", "finish_reason"} <= set(found)
-    return found if whole else None
 
 
 def _rewrite(path: Path, former: Path, file: BinaryIO, kept: list[tuple[int, int]]) -> None:
@@ -349,7 +359,7 @@ class Results:
                     break
                 record = self._parse(line, data)
                 if n_seen and record["id"] != of:
-                    raise self._foreign(line, f"request {_show(of)} before it is not whole")
+                    raise self._foreign(line, f"request {shown_json(of)} before it is not whole")
                 of, n_seen, end = record["id"], n_seen + 1, end + len(data)
                 if n_seen == self._lines_of(record):
                     self._note([record])
@@ -378,19 +388,17 @@ class Results:
 
     def _parse(self, line: int, data: bytes) -> Record:
         try:
-            record = json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise self._foreign(line, "it is no JSON") from error
-        if not isinstance(record, dict) or not {"id", "finish_reason"} <= set(record):
-            raise self._foreign(line, "it is no result")
+            record = _result(data)
+        except ValueError as error:
+            raise self._foreign(line, str(error)) from error
         name = record["id"]
         if type(record.get("line")) is int and "error" in record:
             return record
         # A JSON true would pass for the integer 1.
         if type(name) not in (str, int) or name not in self._n_samples:
-            raise self._foreign(line, f"it is of request {_show(name)}, which -i has not")
+            raise self._foreign(line, f"it is of request {shown_json(name)}, which -i has not")
         if name in self.done:
-            raise self._foreign(line, f"request {_show(name)} is there already")
+            raise self._foreign(line, f"request {shown_json(name)} is there already")
         return record
 
     def _lines_of(self, record: Record) -> int:
@@ -409,8 +417,3 @@ class Results:
             f"-o {self._name}: line {line} is not of these requests: {why}; give another name, or "
             "the -i that belongs to it"
         )
-
-
-def _show(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."

@@ -11,14 +11,14 @@ from kvrt import Runtime
 from kvrt.cli.flags.evaluate import EvalFlags, RunOptions, TextFlags
 from kvrt.cli.flags.groups import BY_POSITION, PlacementFlags
 from kvrt.cli.flags.session_files import AskOptions, PrefillOptions
-from kvrt.cli.process import devices, output, startup, status
+from kvrt.cli.process import output, startup
 from kvrt.cli.process.interrupt import Interrupt, Interrupted
 from kvrt.cli.report import summary
 from kvrt.cli.run import prompt
 from kvrt.cli.run.generation import Generation, Reading, all_of
 from kvrt.cli.run.kept_session import KeptSession
 from kvrt.cli.session.open_session import follow, follow_types
-from kvrt.cli.setup import config, policy
+from kvrt.cli.setup import config
 from kvrt.cli.setup.model import (
     await_programs,
     choose_weights,
@@ -58,8 +58,8 @@ class Conversation:
     def follow_policy(self, said: Mapping[str, Any] | None, ids: Sequence[int], path: Path) -> None:
         """Takes the policy by position that a session was left with, and says so."""
         before = self.options
-        self.options = policy.follow_policy(before, said, ids, self.model.tokenizer)
-        if (flags := policy.followed(before, self.options)) and not self.quiet:
+        self.options = config.follow_policy(before, said, ids, self.model.tokenizer)
+        if (flags := config.followed(before, self.options)) and not self.quiet:
             output.note(f"{path}: {flags}, as the session was left")
 
     def open_runtime(self, ids: list[int], check: Check, n_prompt: int | None = None) -> None:
@@ -76,25 +76,25 @@ class Conversation:
         spec, left, n = self.model.spec, startup.available_bytes(), n_prompt or len(ids)
         options: EvalFlags = config.sized(self.options, spec, n, left, quiet=self.quiet)
         cache = config.cache_config(options, spec.n_ctx_train)
-        policy.check_prompt(options, n, spec, cache)
+        config.check_prompt(options, n, spec, cache)
         drops: AnyPolicy | None = None
         if options.policy_name not in BY_POSITION:
-            drops = policy.by_score(options, spec, cache.n_ctx)
+            drops = config.by_score(options, spec, cache.n_ctx)
             if n >= drops.budget + drops.interval and not self.quiet:
                 output.warn(f"the prompt has {n:,} tokens: {summary.kept_line(drops)}")
-        elif not policy.stays(options, spec, cache):
-            drops = policy.policy_of_run(options, cache.n_ctx, ids, self.model.tokenizer)
+        elif not config.stays(options, spec, cache):
+            drops = config.policy_of_run(options, cache.n_ctx, ids, self.model.tokenizer)
         check(cache, drops)
         self.make_runtime(cache, drops)
 
     def make_runtime(self, cache: CacheConfig, drops: AnyPolicy | None = None) -> None:
         """Makes the runtime of a cache that fits into memory."""
-        model, mesh = self.model, devices.mesh(self.options)
-        layers = policy.layers_of_spec(model.spec, cache, drops)
+        model, mesh = self.model, startup.mesh(self.options)
+        layers = config.layers_of_spec(model.spec, cache, drops)
         startup.check_memory(
             layers.groups, layers.config, layers.recurrent, mesh=mesh, widened=model.widened_bytes
         )
-        with devices.choosing(cache.attention, quiet=self.quiet):
+        with startup.choosing(cache.attention, quiet=self.quiet):
             self.runtime = Runtime(
                 model.shapes, cache, policy=drops, identity=model.identity, mesh=mesh
             )
@@ -167,7 +167,7 @@ class PromptRun(Conversation):
         """
         kept, reading = self.kept, all_of(self._ids)
         if kept is not None:
-            with status.waiting("reading the session", not self.quiet):
+            with output.waiting("reading the session", not self.quiet):
                 reading = kept.begin(self.runtime, self._ids)
 
         def each() -> None:

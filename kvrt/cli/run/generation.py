@@ -9,7 +9,7 @@ from kvrt.cli.flags.evaluate import WriteFlags
 from kvrt.cli.process import output
 from kvrt.cli.process.interrupt import Interrupt, Interrupted
 from kvrt.cli.report import summary
-from kvrt.cli.report.exactness import AnswerCounts, Approximation, approximations
+from kvrt.cli.report.summary import AnswerCounts, Approximation, approximations
 from kvrt.cli.setup import config
 from kvrt.drafts.drafter import Drafter
 from kvrt.drafts.layer_skip import LayerSkip

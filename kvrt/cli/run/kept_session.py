@@ -10,7 +10,7 @@ from kvrt.cli.flags.evaluate import RunOptions
 from kvrt.cli.flags.session_files import PrefillOptions
 from kvrt.cli.process import output
 from kvrt.cli.report import phrases
-from kvrt.cli.report.exactness import reused_part
+from kvrt.cli.report.summary import reused_part
 from kvrt.cli.run import prompt, turns
 from kvrt.cli.run.generation import Reading
 from kvrt.cli.run.prompt import Prompt

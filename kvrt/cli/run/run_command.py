@@ -9,10 +9,10 @@ from pathlib import Path
 from kvrt.cli.flags.evaluate import RunOptions
 from kvrt.cli.flags.session_files import PrefillOptions
 from kvrt.cli.process import output
-from kvrt.cli.process.devices import ready
 from kvrt.cli.process.interrupt import Interrupt
+from kvrt.cli.process.startup import ready
 from kvrt.cli.report import phrases, summary
-from kvrt.cli.report.exactness import exactness_lines
+from kvrt.cli.report.summary import exactness_lines
 from kvrt.cli.report.tables import printable
 from kvrt.cli.run import prompt
 from kvrt.cli.run.conversation import PromptRun

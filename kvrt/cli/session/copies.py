@@ -24,7 +24,7 @@ from kvrt.kv_types import KVDtype
 from kvrt.session import described
 from kvrt.session.change import edit, replace
 from kvrt.session.change.repair import Repaired, repaired
-from kvrt.session.interop import llama_read, llama_write, mlx, source
+from kvrt.session.interop import llama, mlx, source
 from kvrt.session.interop.llama_format import SEQUENCE, WHOLE
 from kvrt.session.io import container_at, existing, real_path
 from kvrt.session.kv_file import file as kv_file
@@ -217,7 +217,7 @@ def _read_foreign(path: Path, name: str, options: ConvertOptions) -> Snapshot:
     """
     with source.open_source(path) as at:
         is_llama = at.number("u4", "the magic number") in (WHOLE, SEQUENCE)
-        reader = llama_read if is_llama else mlx
+        reader = llama if is_llama else mlx
     startup.check_device()
     with startup.enough_memory():
         model = load.load(name, dtype=options.dtype or "auto", progress=not options.quiet)
@@ -258,7 +258,7 @@ def _writer(old: Snapshot, options: ConvertOptions) -> _Foreign:
         notes = None if options.notes is None else read_typed(dict[str, str], options.notes, what)
         return lambda file: mlx.write(file, old, groups, notes=notes, **how)
     whole = options.to == "llama.cpp"
-    return lambda file: llama_write.write(file, old, groups, whole=whole, **how)
+    return lambda file: llama.write(file, old, groups, whole=whole, **how)
 
 
 def _ids_by_sequence(path: str) -> dict[int, list[int]]:

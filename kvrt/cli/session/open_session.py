@@ -122,7 +122,7 @@ def check_fits(
     Raises:
       SessionMismatch: it is one; the message names the file.
     """
-    from kvrt.cli.setup.policy import layers_of_spec  # it needs JAX, most commands here do not
+    from kvrt.cli.setup.config import layers_of_spec  # it needs JAX, most commands here do not
 
     said, spec = opened.manifest.fingerprint, model.spec
     layers = layers_of_spec(spec, config, policy)

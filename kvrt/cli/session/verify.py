@@ -81,7 +81,7 @@ def compare_logits(runtime: "Runtime", snapshot: Snapshot, opened: OpenedSession
 def _runtime(options: VerifyOptions, name: str, opened: OpenedSession) -> "Runtime":
     """A runtime like the one that the session is from, with the model's weights."""
     from kvrt import Runtime
-    from kvrt.cli.process import startup, status
+    from kvrt.cli.process import output, startup
     from kvrt.cli.setup.config import cache_config
     from kvrt.cli.setup.model import choose_weights, open_with_status
 
@@ -92,6 +92,6 @@ def _runtime(options: VerifyOptions, name: str, opened: OpenedSession) -> "Runti
     config = cache_config(flags, max(spec.n_ctx_train, flags.n_ctx))
     check_fits(opened, model, config)
     startup.check_memory(spec.groups, config, spec.recurrent, widened=model.widened_bytes)
-    with status.waiting("reading weights", not options.quiet):
+    with output.waiting("reading weights", not options.quiet):
         loaded = model.wait()
     return Runtime(loaded.decoder, config, identity=loaded.identity)

@@ -13,7 +13,7 @@ import jax
 from kvrt import DraftModel, LayerSkip, Runtime
 from kvrt.cli.flags.evaluate import EvalFlags, RunOptions
 from kvrt.cli.flags.serving import BatchOptions
-from kvrt.cli.process import output, startup, status
+from kvrt.cli.process import output, startup
 from kvrt.cli.setup.config import named_drafter, request, sampling
 from kvrt.config import GroupSpec
 from kvrt.drafts.drafter import Drafter
@@ -121,7 +121,7 @@ def open_with_status(
       BadModelFile: it is damaged.
     """
     path = hub.resolve(options.model, progress=not quiet)
-    with status.waiting(f"reading header and tokenizer of {path.name}", not quiet) as say:
+    with output.waiting(f"reading header and tokenizer of {path.name}", not quiet) as say:
         watch = Watch(
             tell=output.warn,
             show=lambda n, n_all: say(f"quantizing weights, {n:,} of {n_all:,}"),
@@ -166,7 +166,7 @@ def compile_programs(
     def reading(n: int, n_all: int) -> None:
         say(f"reading weights, {n:,} of {n_all:,} tensors there")
 
-    with status.waiting("compiling programs", not quiet) as say:
+    with output.waiting("compiling programs", not quiet) as say:
         wanted = request(options, model.tokenizer)
         runtime.prepare(n_tokens, wanted, progress=_compiling(say))
         runtime.bind(model.wait(reading).decoder)
@@ -175,11 +175,11 @@ def compile_programs(
 def await_programs(runtime: Runtime, *, quiet: bool) -> None:
     """Waits for what `compile_programs` left: a text does not stop behind its first token."""
     if runtime.programs.n_pending:
-        with status.waiting("compiling programs", not quiet) as say:
+        with output.waiting("compiling programs", not quiet) as say:
             runtime.programs.wait(_compiling(say))
 
 
-def _compiling(say: status.Say) -> CompileProgress:
+def _compiling(say: output.Say) -> CompileProgress:
     """Says how many programs are there."""
 
     def show(n: int, n_all: int, n_from_disk: int) -> None:
@@ -210,7 +210,7 @@ def open_drafter(
         return named
     other, runtime = open_draft_model(options, options.draft, model, config)
     drafter = DraftModel(runtime=runtime, sampling=sampling(options))
-    with status.waiting(f"reading and compiling {other.name}, which drafts", not options.quiet):
+    with output.waiting(f"reading and compiling {other.name}, which drafts", not options.quiet):
         drafter.prepare(n_prompt)
         runtime.bind(other.wait().decoder)
     return drafter

@@ -110,21 +110,18 @@ def _saved(path: Path) -> Saved:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """What a session says of itself; no key or value is read or checked; raises BadSession."""
+    """As `io.read_manifest`; raises BadSession."""
     return _index(path)[2]
 
 
 def read_cells(path: Path, *, is_use: bool = True) -> tuple[Manifest, Tensors]:
-    """A session's manifest, and its cells, tokens and logits; raises BadSession.
-
-    With is_use=False the time of access of its index stays, where the system can.
-    """
+    """As `io.read_cells`; raises BadSession."""
     _, found, meta = _read_cells(path, is_use)
     return found, meta
 
 
 def open_session(path: Path, *, is_use: bool = True) -> OpenedSession:
-    """All of a session but its cached keys and values, checked; raises BadSession."""
+    """As `io.open_session`; raises BadSession."""
     sha256, found, meta = _read_cells(path, is_use)
     return opened_session(path, found, sha256, meta)
 
@@ -166,11 +163,7 @@ def read(
 
 
 def read_parts(path: Path) -> tuple[Manifest, list[Tensors | BadSession]]:
-    """The manifest of a damaged session, and each blob, or what is wrong with it.
-
-    Raises:
-      BadSession: the manifest is damaged.
-    """
+    """As `io.read_parts`; raises BadSession."""
     generation, _, found = _index(path)
     return found, rows.read_sound(_rows(path, generation), found)
 
