@@ -7,8 +7,6 @@ from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
-
 from kvrt import Runtime, session
 from kvrt.cellcache import history as texts
 from kvrt.cli.flags.evaluate import EvalFlags
@@ -26,8 +24,7 @@ from kvrt.session.change import edit, replace
 from kvrt.session.change.repair import Repaired, repaired
 from kvrt.session.interop import llama, mlx, source
 from kvrt.session.interop.llama_format import SEQUENCE, WHOLE
-from kvrt.session.io import container_at, existing, real_path
-from kvrt.session.kv_file import file as kv_file
+from kvrt.session.io import existing, real_path
 from kvrt.session.library import stored
 from kvrt.session.library.stored import bytes_on_disk
 from kvrt.session.snapshot import Snapshot
@@ -112,17 +109,14 @@ def _write(path: Path, old: Snapshot, new: Snapshot) -> Path | None:
     def before(path: Path) -> None:
         if not os.path.lexists(path):
             return
-        held, read = replace.read_held(path), replace.held_by(old)
-        if not np.array_equal(held.ids, read.ids) or held.n_more != read.n_more:
+        if not replace.read_held(path).is_same(replace.held_by(old)):
             raise SaveError(f"{path}: another process has changed it meanwhile; trim it again")
         if new is not old:
             kept.append(replace.keep_former(path))
 
     try:
-        if path.is_dir():
-            session.save(path, new, before=before)
-        else:
-            kv_file.save(path, new, anew=True, before=before)
+        kind = "folder" if path.is_dir() else "file"
+        session.save(path, new, kind, before=before, anew=True)
     except BadSession as error:
         raise SaveError(f"{error}; it was sound a moment ago, trim it again") from error
     return kept[0] if kept else None
@@ -155,10 +149,7 @@ def execute_repair(options: RepairOptions) -> int:
             f"{path}: {_listed(result.damage)}: no token is left before that; kvrt run --overwrite "
             f"replaces it, and keeps it as {path.name}~"
         )
-    if container_at(target) == "folder":
-        session.save(target, result.snapshot, before=before)
-    else:
-        kv_file.save(target, result.snapshot, anew=True, before=before)
+    session.save(target, result.snapshot, before=before, anew=True)
     if not options.quiet:
         _report(target, result)
         for at in kept:
