@@ -54,9 +54,13 @@ class KeptSession(SessionFile):
         assert name is not None
         self._answers = run is not None and run.session_all and run.n_predict != 0
         self._chunks = run is not None and run.reuse_chunks
-        writes = run is None or not run.session_ro
-        flags = dict(writes=writes, overwrite=options.overwrite)
-        super().__init__(name, seq_id=options.seq, **flags, every_s=every_s)
+        super().__init__(
+            name,
+            seq_id=options.seq,
+            writes=run is None or not run.session_ro,
+            overwrite=options.overwrite,
+            every_s=every_s,
+        )
 
     def _note(self, line: str) -> None:
         if not self._options.quiet:
