@@ -73,6 +73,8 @@ if TYPE_CHECKING:
     from kvrt.program.disk_hits import keep_programs
     from kvrt.program.mesh import MeshSpec
     from kvrt.reuse.blend import BlendSpec
+    from kvrt.reuse.plan import KeptChunk, ReusePlan
+    from kvrt.reuse.reasons import Reason, Recomputed
     from kvrt.reuse.schema import PlacedModule, PlacedSchema
     from kvrt.runtime.blend import Blended
     from kvrt.runtime.chunks.chunk import CachedChunk, StoredChunk
@@ -81,6 +83,7 @@ if TYPE_CHECKING:
     from kvrt.runtime.generate import After, GenerationSpec, Token
     from kvrt.runtime.prompt_cache import PromptCache, Served
     from kvrt.runtime.runtime import Runtime
+    from kvrt.runtime.session_file import Restored, SessionFile, Way
     from kvrt.serving.beams.spec import BeamSpec
     from kvrt.serving.engine import Engine
     from kvrt.serving.metrics import CheckpointUse, EngineStats, PoolUse, TierUse
@@ -104,6 +107,13 @@ _HOMES = {
     "Blended": "runtime.blend",
     "CachedChunk": "runtime.chunks.chunk",
     "StoredChunk": "runtime.chunks.chunk",
+    "SessionFile": "runtime.session_file",
+    "Restored": "runtime.session_file",
+    "Way": "runtime.session_file",
+    "KeptChunk": "reuse.plan",
+    "ReusePlan": "reuse.plan",
+    "Reason": "reuse.reasons",
+    "Recomputed": "reuse.reasons",
     "ChunkStore": "runtime.chunks.store",
     "KindedDecoder": "attention",
     "LayeredDecoder": "attention",
@@ -240,6 +250,7 @@ __all__ = [
     "GroupSpec",
     "Indexed",
     "KVzip",
+    "KeptChunk",
     "KeyDiff",
     "KeyNorm",
     "Keyformer",
@@ -264,9 +275,13 @@ __all__ = [
     "PromptLookup",
     "QueryTemperature",
     "Quest",
+    "Reason",
+    "Recomputed",
     "RecurrentSpec",
     "Request",
+    "Restored",
     "ResumePositions",
+    "ReusePlan",
     "RopeSpec",
     "Rules",
     "Runtime",
@@ -279,6 +294,7 @@ __all__ = [
     "SeqView",
     "Served",
     "SessionDir",
+    "SessionFile",
     "SessionMismatch",
     "ShardedDecoder",
     "SharedCells",
@@ -294,6 +310,7 @@ __all__ = [
     "TokenQKV",
     "UnsupportedModel",
     "UsageError",
+    "Way",
     "attend",
     "errors",
     "keep_programs",

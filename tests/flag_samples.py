@@ -1,6 +1,6 @@
 """A value for any flag that is not its default, and the flags that it says something with."""
 
-from kvrt.cli.flags.context import _OF
+from kvrt.cli.flags.groups import _OF
 
 # Values that only the flag knows, as words of a command line.
 WORDS = {

@@ -36,9 +36,9 @@ from kvrt import (
 )
 from kvrt.attention.scored.layers import ScoredGroup, by_kind
 from kvrt.attention.scored.spec import SlotSpec
-from kvrt.cli.batch import request_line
+from kvrt.cli.batch import requests
 from kvrt.cli.batch.digest import Basis, Digests
-from kvrt.cli.batch.request_line import Parser
+from kvrt.cli.batch.requests import Parser
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.errors import BadConfig
 from kvrt.options.option import flags_of
@@ -251,7 +251,7 @@ VALUES = {
     *("AttentionChoice", "Blended", "BlockView", "CachedChunk", "Cells", "CheckpointUse"),
     *("DropEvent", "EngineStats", "LayerAttention", "LayerKV", "LostCheckpoint", "Pin"),
     *("PlacedModule", "PlacedSchema", "PoolUse", "ResumePositions", "Select", "SeqView"),
-    "ScoredPolicy",
+    *("KeptChunk", "Recomputed", "Restored", "ReusePlan", "ScoredPolicy"),
     *("Served", "Stats", "TierUse", "Token", "TokenQKV"),
 }
 
@@ -439,7 +439,7 @@ OTHER_KEYS = {
 def test_every_key_of_a_request_decides_or_stands_with_a_reason_why_not():
     silent = {name for names in OTHER_KEYS.values() for name in names}
     flags = {x.name for x in flags_of(BatchOptions) if x.decides is not None}
-    assert request_line._KEYS.keys() - flags == {*KEYS} | silent
+    assert requests._KEYS.keys() - flags == {*KEYS} | silent
 
 
 def test_each_key_of_a_request_changes_the_digest_of_its_results(tmp_path):

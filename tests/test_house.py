@@ -21,9 +21,9 @@ FOLDERS = sorted({path.parent for path in [*MODULES, *SCRIPTS]} - {FAMILIES})
 # Functions with more than six parameters, and why: ten at most.
 PARAMETERS = {
     "runtime:Runtime.generate": "what a user may say of one answer, all but the first by keyword",
-    "llama_read:read": "files of llama.cpp say little of themselves: the caller says the rest",
-    "llama_write:write": "the same, for writing",
-    "mlx_write:write": "the same, for mlx-lm",
+    "llama:read": "files of llama.cpp say little of themselves: the caller says the rest",
+    "llama:write": "the same, for writing",
+    "mlx:write": "the same, for mlx-lm",
 }
 
 # Functions of more than 40 lines, and how many they have.

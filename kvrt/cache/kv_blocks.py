@@ -8,7 +8,7 @@ from kvrt.arrays import AnyArray, Int32
 from kvrt.cells.slots import pad
 from kvrt.program.device import Device
 from kvrt.program.programs import Program
-from kvrt.session.divided.blocks import DividedBlocks
+from kvrt.session.divided import DividedBlocks
 from kvrt.session.snapshot import BLOCK_CELLS, KVBlock, map_kv
 from kvrt.store import sharded
 

@@ -18,7 +18,7 @@ class Command:
       brief: a few words for the list of commands.
       about: what its help begins with.
       options: its flags.
-      module: its `execute` takes the options.
+      does: the module and function that take the options.
       examples: whole calls, which its help ends with.
     """
 
@@ -27,7 +27,7 @@ class Command:
     brief: str
     about: str
     options: type[Options]
-    module: str
+    does: str
     examples: tuple[str, ...] = ()
 
     @property
@@ -50,7 +50,7 @@ RUN = Command(
     "continue a prompt with a model",
     "Continues a prompt. Standard output is the text and nothing else.",
     o.RunOptions,
-    "kvrt.cli.run.run_command",
+    "kvrt.cli.run.run_command:execute",
     (
         'kvrt run -p "Once upon a time" -n 100',
         'kvrt run -m model.gguf --chat -p "Who was Ada Lovelace?"',
@@ -67,7 +67,7 @@ COMMANDS = (
         "read a text into a session",
         "Reads a text and keeps it as a session; nothing is generated.",
         s.PrefillOptions,
-        "kvrt.cli.run.prefill",
+        "kvrt.cli.run.run_command:execute_prefill",
         ("kvrt prefill -f book.txt -o book.kv", "kvrt prefill -f page.txt --as_chunk -o page.kv"),
     ),
     Command(
@@ -78,7 +78,7 @@ COMMANDS = (
         "never written. With --chunk the text is made of texts that were read alone, in any order: "
         "most of it is not computed again, and the answer is approximate.",
         s.AskOptions,
-        "kvrt.cli.ask.ask",
+        "kvrt.cli.ask.ask:execute",
         (
             'kvrt ask book.kv "Who is speaking?"',
             "kvrt ask book.kv -F questions.txt --json",
@@ -91,7 +91,7 @@ COMMANDS = (
         "what a session holds",
         "Says what a session holds, from its manifest and its cells; keys and values are not read.",
         s.InspectOptions,
-        "kvrt.cli.session.inspect",
+        "kvrt.cli.session.inspect:execute",
     ),
     Command(
         "verify",
@@ -100,7 +100,7 @@ COMMANDS = (
         "Checks every digest of a session. Ends with 0 if it is sound, 1 if it is damaged, 2 if it "
         "does not fit the model.",
         s.VerifyOptions,
-        "kvrt.cli.session.verify",
+        "kvrt.cli.session.verify:execute",
     ),
     Command(
         "explain",
@@ -109,7 +109,7 @@ COMMANDS = (
         "Says what a new prompt would reuse of a session, where the two differ first, and why "
         "the rest would be recomputed. Of a folder of sessions it takes the one that shares most.",
         s.ExplainOptions,
-        "kvrt.cli.session.explain",
+        "kvrt.cli.session.explain:execute",
     ),
     Command(
         "fork",
@@ -117,7 +117,7 @@ COMMANDS = (
         "a copy of a session, cut at a token",
         "Copies the first N tokens of a session to another one. No model is needed.",
         s.ForkOptions,
-        "kvrt.cli.session.fork",
+        "kvrt.cli.session.copies:execute_fork",
         ("kvrt fork book.kv --at 1200 -o chapter1.kv",),
     ),
     Command(
@@ -126,7 +126,7 @@ COMMANDS = (
         "drop what a session no longer needs",
         "Writes a session anew without what later saves have replaced in it.",
         s.TrimOptions,
-        "kvrt.cli.session.trim",
+        "kvrt.cli.session.copies:execute_trim",
     ),
     Command(
         "repair",
@@ -136,7 +136,7 @@ COMMANDS = (
         "first damaged block, or up to a context checkpoint before it. Says what is lost. Ends "
         "with 0 if something is left, or nothing was damaged, else with 1.",
         s.RepairOptions,
-        "kvrt.cli.session.repair",
+        "kvrt.cli.session.copies:execute_repair",
         ("kvrt repair book.kv", "kvrt repair book.kv -o sound.kv"),
     ),
     Command(
@@ -146,7 +146,7 @@ COMMANDS = (
         "Copies a session with its keys and values in another dtype, or in the format of another "
         "program; with -m also from a file of llama.cpp or mlx-lm, which does not name its model.",
         s.ConvertOptions,
-        "kvrt.cli.session.convert",
+        "kvrt.cli.session.copies:execute_convert",
         (
             "kvrt convert book.kv --to q8_0 -o small.kv",
             "kvrt convert book.kv --to llama.cpp -o book.bin",
@@ -159,7 +159,7 @@ COMMANDS = (
         "the sessions of a folder",
         "Lists the sessions of a folder, the one used last first.",
         s.LsOptions,
-        "kvrt.cli.library.ls",
+        "kvrt.cli.session.folder:execute_ls",
     ),
     Command(
         "prune",
@@ -169,7 +169,7 @@ COMMANDS = (
         "says of each why it goes or stays. A session was used when kvrt read or wrote it; one "
         "that the index does not know yet was used when its file was read or changed last.",
         s.PruneOptions,
-        "kvrt.cli.library.prune",
+        "kvrt.cli.session.folder:execute_prune",
         ("kvrt prune sessions --budget 2GB --dry_run",),
     ),
     Command(
@@ -186,7 +186,7 @@ COMMANDS = (
         "was changed is computed anew, results of another model or other flags are refused "
         "(--restart). Ends with 1 if a request failed.",
         e.BatchOptions,
-        "kvrt.cli.batch.batch_command",
+        "kvrt.cli.batch.batch_command:execute",
         ("kvrt batch -i requests.jsonl -o results.jsonl -c 16384",),
     ),
     Command(
@@ -196,7 +196,7 @@ COMMANDS = (
         "Says what weights, KV cache and states take in memory, and the longest context that fits. "
         "No weight is read; -m may also be a config.json alone. Ends with 1 if it does not fit.",
         e.FitOptions,
-        "kvrt.cli.fit",
+        "kvrt.cli.fit:execute",
         ("kvrt fit -m model.gguf -c 32768 --cache_type_k q8_0",),
     ),
     Command(
@@ -207,7 +207,7 @@ COMMANDS = (
         "kept, and what --attention auto takes and why. A kernel that was not tested on this "
         "device yet is tested now. No weight is read.",
         e.DoctorOptions,
-        "kvrt.cli.doctor",
+        "kvrt.cli.doctor:execute",
         ("kvrt doctor", "kvrt doctor -m model.gguf --rope read"),
     ),
 )

@@ -14,9 +14,9 @@ from kvrt.attention.choice import AttentionChoice, choose
 from kvrt.attention.choice.cases import Case, Query, case_of, cases_of
 from kvrt.cli.flags.serving import DoctorOptions
 from kvrt.cli.process import output, startup
+from kvrt.cli.process.startup import choosing
 from kvrt.cli.report.tables import table
 from kvrt.cli.setup.config import cache_config
-from kvrt.cli.setup.open_runtime import choosing
 from kvrt.config import GroupSpec, RopeSpec
 from kvrt.errors import UsageError
 from kvrt.options.cache import CacheConfig
@@ -35,12 +35,7 @@ _N_TRAINED = 4096
 
 
 def execute(options: DoctorOptions) -> int:
-    """Runs the command and returns its exit code.
-
-    Raises:
-      KvrtError: there is no device, the kernel named is one of others, or the model's header cannot
-        be read.
-    """
+    """Runs the command and returns its exit code; raises KvrtError."""
     startup.check_device(options.attention)
     startup.keep_programs_or_warn()
     found = _found(_choice(options))

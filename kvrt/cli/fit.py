@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 from kvrt import Runtime
 from kvrt.cli.flags.serving import FitOptions
-from kvrt.cli.process import output, startup, status
+from kvrt.cli.process import output, startup
+from kvrt.cli.report.phrases import counted
 from kvrt.cli.report.tables import table
-from kvrt.cli.setup.config import cache_config
+from kvrt.cli.setup.config import cache_config, layers_of_spec, policy_of_batch
 from kvrt.cli.setup.model import compiling, with_window_sinks
-from kvrt.cli.setup.open_runtime import choosing
-from kvrt.cli.setup.policy import layers_of_spec, policy_of_batch
 from kvrt.config import MAX_POS, Indexed
 from kvrt.errors import UsageError
 from kvrt.options.cache import CacheConfig
@@ -39,11 +38,7 @@ class ProgramMemory(NamedTuple):
 
 
 def execute(options: FitOptions) -> int:
-    """Runs the command and returns its exit code: 1 where the cache would not fit.
-
-    Raises:
-      KvrtError: the model's header cannot be read, or no plan can hold its layers.
-    """
+    """Runs the command and returns its exit code: 1 where the cache would not fit."""
     startup.check_device()
     wanted = options.dtype or "auto"
     described = load.describe_model(options.model, dtype=wanted, progress=not options.json)
@@ -79,8 +74,8 @@ def _compiled(options: FitOptions, model: load.Described, config: CacheConfig) -
     shapes = Decoder(model.spec, model.weights)
     n_prompt = config.n_ctx - 1
     with (
-        choosing(config.attention, quiet=options.json),
-        status.waiting("compiling programs", not options.json) as say,
+        startup.choosing(config.attention, quiet=options.json),
+        output.waiting("compiling programs", not options.json) as say,
         startup.enough_memory(),
     ):
         runtime = Runtime(shapes, config, policy=policy)
@@ -173,10 +168,10 @@ class Fit:
 def _text(fit: Fit, pages: Fit | None, measured: bool) -> str:
     model, n_seq = fit.model, fit.config.n_seq_max
     together = f", {n_seq:,} sequences together" if n_seq > 1 else ""
-    held = _count(model.n_params, "parameter")
+    held = counted(model.n_params, "parameter")
     weights = [(f"weights {model.dtype}", f"{model.spec.n_layers}", held, model.n_bytes)]
     if fit.programs:
-        held = f"{_count(fit.programs.n, 'program')}, the largest"
+        held = f"{counted(fit.programs.n, 'program')}, the largest"
         weights.append(("programs", "", held, fit.programs.n_bytes))
     elif model.widened_bytes:
         weights.append(("a prompt's products", "", "1 matrix in f32", model.widened_bytes))
@@ -209,7 +204,7 @@ def _rows(fit: Fit) -> list[tuple[str, str, str, int]]:
         rows.append(("windows of a policy", "", "more blocks", cache.policy_bytes))
     if cache.null_bytes:
         n = len(cache.plan.pools) if cache.plan else 0
-        rows.append(("null blocks", "", _count(n, "block"), cache.null_bytes))
+        rows.append(("null blocks", "", counted(n, "block"), cache.null_bytes))
     if cache.rounding_bytes:
         rows.append(("rounded up", "", "empty blocks", cache.rounding_bytes))
     if fit.config.select and cache.label_bytes:
@@ -217,7 +212,7 @@ def _rows(fit: Fit) -> list[tuple[str, str, str, int]]:
     if cache.tail_bytes:
         rows.append(("keys not yet quantized", "", "f16", cache.tail_bytes))
     if cache.checkpoint_bytes:
-        n = f"{_count(fit.config.n_checkpoints, 'checkpoint')} a sequence"
+        n = f"{counted(fit.config.n_checkpoints, 'checkpoint')} a sequence"
         rows.append(("context checkpoints", "", n, cache.checkpoint_bytes))
     return [*rows, ("positions, owners", "", "", cache.index_bytes)]
 
@@ -226,9 +221,9 @@ def _row(part: Part) -> tuple[str, str, str, int]:
     size = f" {part.size:,}" if part.size else ""
     what = f"{'states' if part.kind == 'recurrent' else 'KV'} {part.types}"
     name = what if part.kind == "recurrent" else f"{what}, {part.kind}{size}"
-    held = _count(part.n_held, part.unit.removesuffix("s"))
+    held = counted(part.n_held, part.unit.removesuffix("s"))
     if part.unit == "blocks":
-        held += f" of {part.block_size:,}, {_count(part.n_groups, 'group')}"
+        held += f" of {part.block_size:,}, {counted(part.n_groups, 'group')}"
     return name, f"{part.n_layers}", held, part.n_bytes
 
 
@@ -254,7 +249,7 @@ def _indexers(fit: Fit) -> str | None:
         return None
     n_layers, n_cells = sum(len(x.keys_of) for x in found), max(x.n_cells for x in found)
     return (
-        f"indexer     {_count(n_layers, 'layer')} of KV above are index keys, by which a token "
+        f"indexer     {counted(n_layers, 'layer')} of KV above are index keys, by which a token "
         f"chooses the {n_cells:,} that it reads"
     )
 
@@ -263,7 +258,7 @@ def _padding(fit: Fit) -> str | None:
     cache = fit.cache
     if not cache.empty_bytes:
         return None
-    layers = f"{_count(cache.n_padding, 'layer')} that no group has, " if cache.n_padding else ""
+    layers = f"{counted(cache.n_padding, 'layer')} that no group has, " if cache.n_padding else ""
     share = 100 * cache.empty_bytes / cache.cache_bytes
     return f"padding     {layers}{show_size(cache.empty_bytes)}, {share:.1f} % of the blocks"
 
@@ -286,11 +281,7 @@ def _longest(fit: Fit) -> str | None:
         return "longest     any length: what is kept does not grow with it"
     n_seq = fit.config.n_seq_max
     each = f", {n // n_seq:,} for each of {n_seq:,} sequences" if n_seq > 1 else ""
-    return f"longest     {_count(n, 'token')} of context{each}"
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
+    return f"longest     {counted(n, 'token')} of context{each}"
 
 
 def _json(fit: Fit, pages: Fit | None) -> str:

@@ -9,17 +9,17 @@ from collections.abc import Sequence
 
 import kvrt
 from kvrt.cli.commands import COMMANDS
-from kvrt.cli.flags import parse
+from kvrt.cli.flags import other_names, parse
 from kvrt.cli.flags.evaluate import ModelFlags, PromptFlags
-from kvrt.cli.flags.help_text import fields_text, help_text
-from kvrt.cli.flags.other_names import other_programs
+from kvrt.cli.flags.parse import fields_text, help_text
 from kvrt.cli.flags.serving import AnyModelFlags
 from kvrt.cli.flags.session_files import NamedModel
 from kvrt.cli.flags.topics import TOPICS
-from kvrt.cli.process import accelerators, output, status
+from kvrt.cli.process import accelerators, output
 from kvrt.cli.process.interrupt import Ended, Unwinding
 from kvrt.errors import KvrtError, UsageError
 from kvrt.files.named import check_named
+from kvrt.options.option import Options
 
 _FIELDS = "fields"  # the topic that is made of the options
 _SIGNALS = 128  # exit codes above it are those of signals
@@ -97,10 +97,11 @@ def _dispatch(args: Sequence[str]) -> int:
         from kvrt.cli.run import prompt
 
         given = (prompt.read_prompt(options),)
-    with status.waiting("starting JAX", status.loads(options)):
-        module = importlib.import_module(command.module)
+    with output.waiting("starting JAX", _loads(options)):
+        module, _, function = command.does.partition(":")
+        execute = getattr(importlib.import_module(module), function)
     with Unwinding():
-        return module.execute(options, *given)
+        return execute(options, *given)
 
 
 def _help() -> str:
@@ -136,7 +137,7 @@ def _unknown_command(word: str) -> UsageError:
     if word.startswith("-") and not near:
         found = f"the command comes first, before {word}"
     else:
-        meant = other_programs.command(word)
+        meant = other_names.command(word)
         near = near or (f": {meant}" if meant else _close(word.lower(), names))
         found = f"unknown command {word!r}{near}"
     return UsageError(f"{found}; the commands are: {', '.join(names)}; see kvrt --help")
@@ -150,3 +151,8 @@ def _close(word: str, names: Sequence[str]) -> str:
 def _show(text: str) -> int:
     output.write_text(text)
     return 0
+
+
+def _loads(options: Options) -> bool:
+    """Whether a command is to load JAX, which takes seconds, and may say so."""
+    return isinstance(options, ModelFlags) and "quiet" not in options.given

@@ -14,10 +14,113 @@ from jaxtyping import Int, Int32  # not from arrays: explaining a plan needs no 
 from kvrt.cellcache.checkpoint.resume import ResumePositions
 from kvrt.cells.edits import Remove, Shift
 from kvrt.errors import BadRange, BadToken, UsageError
-from kvrt.reuse.chunks import KeptChunk, common_runs, kept_chunks
-from kvrt.reuse.diff import Run, common_prefix
-from kvrt.reuse.prefix import PrefixMatch, shared_prefix
+from kvrt.reuse.diff import Run, common_prefix, runs
 from kvrt.reuse.reasons import Reason, Reasons, Recomputed, by_comparison
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeptChunk:
+    """Held positions [p0, p1) that are to stand from `start` on."""
+
+    p0: int
+    p1: int
+    start: int
+
+    @property
+    def end(self) -> int:
+        """Where it ends in the new prompt."""
+        return self.start + self.p1 - self.p0
+
+
+def common_runs(ids: np.ndarray, new: np.ndarray, same: int, min_chunk: int) -> tuple[Run, ...]:
+    """Common runs after a shared prefix of `same` tokens, the prompt's last token left out."""
+    found = runs(ids[same:], new[same:-1], min_chunk)
+    return tuple(Run(same + r.old, same + r.new, r.n) for r in found)
+
+
+def kept_chunks(
+    why: Reasons, pos: np.ndarray, found: tuple[Run, ...], min_chunk: int
+) -> tuple[KeptChunk, ...]:
+    """The runs as chunks, split where their positions do not follow each other.
+
+    Args:
+      why: gets no reason where a token is kept.
+      pos: held positions.
+      found: common runs.
+      min_chunk: tokens of a chunk at least.
+    """
+    why.set_runs(found, Reason.MOVED)
+    lone = np.ones(len(pos), bool)
+    twice = pos[1:] == pos[:-1]
+    lone[1:] &= ~twice
+    lone[:-1] &= ~twice
+    out = []
+    for run in found:
+        cuts = np.flatnonzero(np.diff(pos[run.old : run.old + run.n]) != 1) + 1
+        for i, j in zip([0, *cuts.tolist()], [*cuts.tolist(), run.n], strict=True):
+            # A position that is there twice cannot be moved without its double.
+            i += int(not lone[run.old + i])
+            j -= int(j > i and not lone[run.old + j - 1])
+            if j - i >= min_chunk:
+                p0, start = int(pos[run.old + i]), run.new + i
+                out.append(KeptChunk(p0=p0, p1=p0 + j - i, start=start))
+                why.set(start, start + j - i, None)
+    return tuple(out)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefixMatch:
+    """How far both agree, and how much of that serves.
+
+    Attributes:
+      n_in_place: held tokens whose positions are 0, 1, 2, ... and each there once.
+      n_same: tokens that both begin with.
+      n_usable: those of them that were computed after just the tokens before them; at least the
+        last token of the prompt is recomputed.
+      resumes: whether the sequence can be cut after them and anywhere behind, or need not be.
+      n_kept: those of them that stay where they are: up to where it can be cut back to.
+    """
+
+    n_in_place: int
+    n_same: int
+    n_usable: int
+    resumes: bool
+    n_kept: int
+
+
+def shared_prefix(
+    pos: np.ndarray, ids: np.ndarray, new: np.ndarray, *, at: ResumePositions, n_exact: int | None
+) -> PrefixMatch:
+    """Compares held tokens with a prompt.
+
+    Args:
+      pos: held positions, ascending.
+      ids: held tokens.
+      new: of the prompt, at least one.
+      at: positions to cut back to.
+      n_exact: held tokens at the beginning that were computed after just the tokens before them;
+        None is all.
+    """
+    n_in_place = _n_in_place(pos)
+    n_same = common_prefix(ids[:n_in_place], new)
+    n_usable = min(n_same, len(new) - 1)
+    if n_exact is not None:
+        n_usable = min(n_usable, n_exact)
+    resumes = n_usable >= at.earliest or n_usable == len(pos)
+    return PrefixMatch(
+        n_in_place=n_in_place,
+        n_same=n_same,
+        n_usable=n_usable,
+        resumes=resumes,
+        n_kept=n_usable if resumes else at.nearest(n_usable),
+    )
+
+
+def _n_in_place(pos: np.ndarray) -> int:
+    off = np.flatnonzero(pos != np.arange(len(pos)))
+    # A duplicate stands one entry after the first of its kind, which is not believed either.
+    return min(int(off[0]), int(pos[off[0]])) if off.size else len(pos)
+
 
 ANYWHERE = ResumePositions()
 

@@ -25,7 +25,7 @@ from kvrt.paged.tiers.index import TierIndex
 from kvrt.paged.tiers.tiering import Tiering
 from kvrt.program.device import Device
 from kvrt.serving.metrics import TierUse
-from kvrt.session import fingerprint, older_fingerprint
+from kvrt.session import fingerprint
 
 # What a block of a group holds: its name in the tiers.
 _Entry = tuple[int, PrefixHash]
@@ -254,7 +254,7 @@ def tier_fingerprints(device: Device, identity: Mapping[str, str]) -> tuple[byte
     found = capture.fingerprint(programs, layout, device.n_vocab, identity)
     names = [fingerprint.digest({**found, "blocks": blocks})]
     if not layout.scored and not any(blocks["runs"]) and set(identity) <= _OF_MODEL_FILES:
-        names.append(older_fingerprint.of_tier(programs.weights_digest, config, layout.groups))
+        names.append(fingerprint.of_tier(programs.weights_digest, config, layout.groups))
     return tuple(x.encode() for x in names)
 
 

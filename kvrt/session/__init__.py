@@ -2,7 +2,7 @@
 
 from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.saved import SavedCells
-from kvrt.session.divided.division import Division
+from kvrt.session.divided import Division
 from kvrt.session.io import (
     Saved,
     open_session,

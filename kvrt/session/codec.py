@@ -12,7 +12,7 @@ from kvrt.cellcache.saved import SavedCells
 from kvrt.errors import DAMAGED, BadSession, SaveError
 from kvrt.session import checkpoints, described, expected, kv_arrays, owners
 from kvrt.session import manifest as manifests
-from kvrt.session.divided.division import Division, joined_pieces, pieces
+from kvrt.session.divided import Division, joined_pieces, pieces
 from kvrt.session.kv_file.blobs import Tensors
 from kvrt.session.manifest import Blob, GroupEntry, Manifest
 from kvrt.session.snapshot import KVBlock, Snapshot, StatePart, block_from, with_kv

@@ -15,7 +15,7 @@ from kvrt.config import MAX_SEQUENCES
 from kvrt.errors import DAMAGED, BadConfig, BadSession
 from kvrt.kv_types import CODECS, FLOAT_DTYPES
 from kvrt.session import described, kv_arrays
-from kvrt.session.divided.division import pieces
+from kvrt.session.divided import pieces
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.manifest import Blob, CheckpointEntry, Manifest
 from kvrt.session.snapshot import BLOCK_CELLS

@@ -1,23 +1,25 @@
 """One door for both containers: a single file, or a folder."""
 
+import os
 import threading
 from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
-from kvrt.errors import BadSession, SaveError
-from kvrt.session.divided.blocks import divided_groups
+from kvrt.errors import BadSession, SaveError, UsageError, reason
+from kvrt.session.divided import divided_groups
 from kvrt.session.kv_file import file as kv_file
+from kvrt.session.kv_file import frame
 from kvrt.session.kv_file.blobs import Tensors
 from kvrt.session.kv_file.file import Before, Saved
+from kvrt.session.library.stored import FOLDER_INDEX
 from kvrt.session.manifest import Manifest
 from kvrt.session.opened import OpenedSession
 from kvrt.session.orbax import folder
 from kvrt.session.snapshot import Snapshot
 
 Container = Literal["file", "folder"]
-_MODULES: dict[Container, ModuleType] = {"file": kv_file, "folder": folder}
 _FOLDER_SUFFIX = ".orbax"
 
 
@@ -27,6 +29,7 @@ def save(
     container: Container | None = None,
     *,
     before: Before | None = None,
+    anew: bool = False,
 ) -> Saved:
     """Writes a session, whole or not at all.
 
@@ -40,14 +43,16 @@ def save(
       container: None is `container_at` the path.
       before: called with the path once no other writer can change what is there; what it raises
         keeps everything as it is. See `kvrt.session.change.replace`.
+      anew: a file is written whole, without what earlier saves have left in it.
 
     Raises:
       SaveError: it cannot be written, or the path holds something that is no session; what was
         there before is still there.
     """
     path = Path(path)
-    module = _MODULES[container or container_at(path)]
-    return module.save(path, snapshot, before=before)
+    if (container or container_at(path)) == "folder":
+        return folder.save(path, snapshot, before=before)
+    return kv_file.save(path, snapshot, anew=anew, before=before)
 
 
 def start_save(
@@ -87,6 +92,50 @@ def open_session(path: str | Path, *, is_use: bool = True) -> OpenedSession:
       BadSession: it is damaged, or no session.
     """
     return _module(Path(path)).open_session(Path(path), is_use=is_use)
+
+
+def open_existing(path: Path) -> OpenedSession:
+    """`open_session` of a path that somebody names.
+
+    Raises:
+      UsageError: nothing is there.
+      BadSession: it is damaged, or no session.
+    """
+    return open_session(existing(path))
+
+
+def existing(path: Path) -> Path:
+    """The path of a session that is to be read.
+
+    Raises:
+      UsageError: nothing is there, or nothing that may be seen.
+    """
+    try:
+        path.stat()
+    except OSError as error:
+        raise UsageError(f"{path}: {reason(error)}; give the path of a session") from error
+    return path
+
+
+def real_path(name: str | Path) -> Path:
+    """Where a session is written: what a link points to, so that the link stays one."""
+    path = Path(name)
+    return path.resolve() if path.is_symlink() else path
+
+
+def holds_session(path: Path) -> bool:
+    """Whether a session is at a path, sound or damaged, that no other output may replace."""
+    if path.is_dir():
+        return (path / FOLDER_INDEX).exists()
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return frame.is_session(file.read(frame.PAGE))
+
+
+def is_library(path: Path) -> bool:
+    """Whether a path is a folder of sessions, and not one session in a folder."""
+    return os.path.isdir(path) and not os.path.exists(path / FOLDER_INDEX)
 
 
 def read(session: str | Path | OpenedSession) -> Snapshot:
@@ -146,4 +195,4 @@ def container_at(path: Path) -> Container:
 
 def _module(path: Path) -> ModuleType:
     """What knows the container that stands at a path."""
-    return _MODULES[container_at(path)]
+    return folder if container_at(path) == "folder" else kv_file

@@ -16,11 +16,9 @@ from kvrt.cellcache.window import union
 from kvrt.config import MAX_SEQUENCES
 from kvrt.errors import DAMAGED, BadSession
 from kvrt.files.typed_json import json_value, shown_json, typed
-from kvrt.session import described
-from kvrt.session.divided import division
-from kvrt.session.divided.division import Division
-from kvrt.session.fingerprint import Fingerprint
-from kvrt.session.older_fingerprint import completed
+from kvrt.session import described, divided
+from kvrt.session.divided import Division
+from kvrt.session.fingerprint import Fingerprint, completed
 from kvrt.session.snapshot import SamplingState
 from kvrt.whole_numbers import Count, Whole
 
@@ -64,7 +62,7 @@ class GroupEntry:
     @property
     def parts(self) -> Division:
         """Its division; all in one part where nothing divides it."""
-        return self.division or division.undivided(self.n_used)
+        return self.division or divided.undivided(self.n_used)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,8 @@
 """A session that was opened: its manifest parsed and checked once, its arrays read later."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +11,13 @@ from jaxtyping import Int32  # not from arrays: a list of sessions needs no JAX
 from kvrt.cellcache import history as histories
 from kvrt.cellcache.history import TokenHistory
 from kvrt.cellcache.saved import SavedCells
-from kvrt.errors import BadSession
+from kvrt.errors import BadSession, CacheFull, SessionMismatch, UsageError
 from kvrt.session import codec
 from kvrt.session.kv_file.blobs import Tensors
 from kvrt.session.manifest import Manifest
 from kvrt.session.snapshot import SamplingState
+
+_SHOWN = 8  # sequences that a message lists
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +52,42 @@ class OpenedSession:
     def seq_ids(self) -> tuple[int, ...]:
         """Sequences that hold something, ascending."""
         return tuple(sorted(self.history.pieces))
+
+    @contextlib.contextmanager
+    def naming(self) -> Iterator[None]:
+        """Puts the session's path in front of what says that it does not fit."""
+        try:
+            yield
+        except (SessionMismatch, CacheFull) as error:
+            raise type(error)(f"{self.path}: {error}") from error
+
+    def choose(
+        self, seq_id: int | None, *, may_be_new: bool = False, name: str = "seq_id"
+    ) -> "OpenedSession":
+        """The session with the sequence that is meant; without a choice the only one.
+
+        Args:
+          seq_id: the sequence; None leaves it open.
+          may_be_new: it may be one that the session does not hold yet.
+          name: of the choice, for the message.
+
+        Raises:
+          UsageError: it holds several and none is named, or not the one that is.
+        """
+        there, n_tokens = self.seq_ids, self.manifest.n_tokens
+        only = len(there) <= 1 if seq_id is None else may_be_new
+        if only or seq_id in there:
+            return dataclasses.replace(self, chosen=seq_id)
+        listed = ", ".join(
+            f"{s} ({n_tokens[s]:,} {'token' if n_tokens[s] == 1 else 'tokens'})"
+            for s in there[:_SHOWN]
+        )
+        more = f" and {len(there) - _SHOWN:,} more" if len(there) > _SHOWN else ""
+        lacks = "" if seq_id is None else f", and no {seq_id}"
+        raise UsageError(
+            f"{self.path}: holds {'sequences' if len(there) > 1 else 'sequence'} "
+            f"{listed or 'none'}{more}{lacks}; choose one with {name}"
+        )
 
     @property
     def draw(self) -> SamplingState | None:

@@ -48,14 +48,14 @@ def _run(command: Callable[[], None]) -> None:
 
     end("import of JAX and flax")
     import kvrt.cli.run.run_command  # noqa: F401
-    from kvrt.cli.run import generation, prompt_run
+    from kvrt.cli.run import conversation, generation
     from kvrt.runtime.stepper import Stepper
 
     end("other imports")
     jax.monitoring.register_event_duration_secs_listener(note)
-    _timed(prompt_run, "open_with_status", end, "header and tokenizer")
-    _timed(prompt_run, "open_runtime", end, "runtime and empty cache")
-    _timed(prompt_run, "compile_programs", end, "programs, and weights not there yet")
+    _timed(conversation, "open_with_status", end, "header and tokenizer")
+    _timed(conversation.Conversation, "open_runtime", end, "runtime and empty cache")
+    _timed(conversation, "compile_programs", end, "programs, and weights not there yet")
     _timed(Stepper, "append", end, "prompt")
     _timed(generation.output, "write_generated", end, "first token")
     try:

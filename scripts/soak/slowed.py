@@ -46,10 +46,10 @@ def main() -> None:
 
 
 def _watch_runs(log: Log) -> None:
-    from kvrt.cli.run import generation, kept_session, prefill, run_command
+    from kvrt.cli.run import generation, kept_session, run_command
 
     often = functools.partial(kept_session.KeptSession, every_s=EVERY_S)
-    run_command.KeptSession = prefill.KeptSession = often
+    run_command.KeptSession = often
     steps, take = generation.Reading._steps, generation.Generation._take
 
     def logged_steps(self, runtime, interrupt, show):

@@ -19,7 +19,7 @@ from kvrt.attention.choice import AttentionChoice, choose, decide, verdicts
 from kvrt.attention.choice.cases import cases_of
 from kvrt.attention.choice.self_test import Verdict
 from kvrt.attention.choice.verdicts import Verdicts
-from kvrt.cli.report import metrics as metrics_table
+from kvrt.cli.batch import progress as metrics_table
 from kvrt.errors import NoKernel
 from kvrt.files import locks
 from kvrt.program.layout import cell_layout

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 
 from kvrt import Sampling
 from kvrt.cli.batch import requests as batch_in
-from kvrt.cli.batch.request_line import _KEYS, Parser, Wrong
-from kvrt.cli.batch.requests import Requests
+from kvrt.cli.batch.requests import _KEYS, Parser, Requests, Wrong
 from kvrt.cli.batch.results import Results
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.errors import KvrtError, UsageError

@@ -10,8 +10,7 @@ from conftest import tiny_gguf
 
 from kvrt.cli.batch.digest import Basis, Digests
 from kvrt.cli.batch.requests import Requests
-from kvrt.cli.batch.results import Results, failed, finished
-from kvrt.cli.batch.stored_results import Expected
+from kvrt.cli.batch.results import Expected, Results, failed, finished
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.errors import UsageError
 from kvrt_models.file_digest import depends_on_n_ctx, model_digest

@@ -9,12 +9,12 @@ import pytest
 from conftest import vocabulary
 
 from kvrt.cli.batch import progress
+from kvrt.cli.batch.progress import rows
 from kvrt.cli.batch.requests import Requests
 from kvrt.cli.batch.results import Results
 from kvrt.cli.batch.server import AnswerLimits, Server
 from kvrt.cli.flags.serving import BatchOptions
-from kvrt.cli.process import status
-from kvrt.cli.report.metrics import rows
+from kvrt.cli.process import output
 from kvrt.errors import BadRequest, UsageError
 from kvrt.options.cache import CacheConfig
 from kvrt.serving.metrics import Metrics, PoolUse
@@ -306,7 +306,7 @@ def stats_of(asked, hit):
 def test_lines_tell_progress_where_there_is_no_terminal(capfd, monkeypatch):
     counts = progress.BatchCounts(n_done=3, n_sampled=1234, seconds=10)
     for seconds, n in ((0.0, 2), (60.0, 0)):
-        monkeypatch.setattr(status, "LINE_S", seconds)
+        monkeypatch.setattr(output, "LINE_S", seconds)
         with progress.progress_of(40, to_stdout=True) as show:
             for _ in range(2):
                 show(counts, lambda: stats_of(1000, 425))

@@ -3,14 +3,17 @@
 import dataclasses
 import json
 
+import gguf
+import numpy as np
 import pytest
 from conftest import BOOK, PROMPT, text_of, tiny_gguf
 
 from kvrt import session
 from kvrt.cellcache.history import tokens
 from kvrt.cli.process.interrupt import Interrupted
-from kvrt.cli.run import conversation, generation, prompt
-from kvrt.cli.run.conversation import Conversation
+from kvrt.cli.run import generation, prompt, turns
+from kvrt.cli.run.turns import HeldText, left_out
+from kvrt.cli.session import explain
 from kvrt.errors import UsageError
 from kvrt_models import chat
 from kvrt_models.gguf.file import open_gguf
@@ -42,28 +45,32 @@ MISTRAL = (
 TEMPLATES = {"chatml": CHATML, "gemma": GEMMA, "mistral": MISTRAL}
 
 
-@pytest.fixture(scope="module")
-def talker(tmp_path_factory):
+def with_template(path, template):
     """A tiny model with a chat template."""
-    import gguf
-
-    path = tmp_path_factory.mktemp("talker") / "tiny.gguf"
-    model = tiny_gguf.TinyModel(n_layers=1)
     add = gguf.GGUFWriter.add_add_bos_token
 
-    def with_template(writer, value):
+    def add_both(writer, value):
         add(writer, value)
-        writer.add_chat_template(CHATML)
+        writer.add_chat_template(template)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf.GGUFWriter, "add_add_bos_token", with_template)
-        return tiny_gguf.write_gguf(path, model)
+        patch.setattr(gguf.GGUFWriter, "add_add_bos_token", add_both)
+        return tiny_gguf.write_gguf(path / "tiny.gguf", tiny_gguf.TinyModel(n_layers=1))
 
 
 @pytest.fixture(scope="module")
-def tokenizers(tiny):
+def talker(tmp_path_factory):
+    return with_template(tmp_path_factory.mktemp("talker"), CHATML)
+
+
+@pytest.fixture(scope="module")
+def metadata(tiny):
+    return dict(open_gguf(tiny).metadata)
+
+
+@pytest.fixture(scope="module")
+def tokenizers(metadata):
     """A tokenizer with each template."""
-    metadata = dict(open_gguf(tiny).metadata)
     return {
         name: tokenizer_from_gguf(metadata | {"tokenizer.chat_template": template})
         for name, template in TEMPLATES.items()
@@ -71,7 +78,7 @@ def tokenizers(tiny):
 
 
 def written(ids, tokenizer):
-    return conversation.text_of(ids, tokenizer)
+    return turns.text_of(ids, tokenizer)
 
 
 def rendered(tokenizer, *contents, system=None):
@@ -87,7 +94,7 @@ def test_turns_are_what_the_template_writes_of_all(tokenizers, name):
     tokenizer = tokenizers[name]
     end = tokenizer.eos_id
     space = " " if name == "mistral" else ""
-    ids = conversation.first_turn("the sand", None, tokenizer)
+    ids = turns.first_turn("the sand", None, tokenizer)
     assert written(ids, tokenizer) == rendered(tokenizer, "the sand")
     said = ["the sand"]
     # Ended by its token; cut short with a token that is not evaluated; ended in the cache.
@@ -95,9 +102,7 @@ def test_turns_are_what_the_template_writes_of_all(tokenizers, name):
         ids = [*ids, *tokenizer.encode(space + answer, add_special=False), *more]
         if newest is None and not more:
             ids, newest = ids[:-1], ids[-1]
-        turn = conversation.next_turn(
-            Conversation(ids=ids, newest=newest, name="a.kv"), "of", None, tokenizer
-        )
+        turn = turns.next_turn(HeldText(ids=ids, newest=newest, name="a.kv"), "of", None, tokenizer)
         assert not turn.unanswered and turn.rewritten is None
         assert turn.ids[: len(ids)] == ids and turn.n_kept == len(ids)
         ids, said = turn.ids, [*said, answer, "of"]
@@ -108,9 +113,9 @@ def test_an_end_of_another_kind_is_replaced(tokenizers):
     tokenizer = tokenizers["chatml"]
     vocab = dataclasses.replace(tokenizer.vocab, eos_ids=frozenset({7, tokenizer.eos_id}))
     tokenizer = dataclasses.replace(tokenizer, vocab=vocab)
-    ids = [*conversation.first_turn("the", None, tokenizer), 8]
+    ids = [*turns.first_turn("the", None, tokenizer), 8]
     one, two = (
-        conversation.next_turn(Conversation(ids=ids, newest=n, name="a"), "of", None, tokenizer).ids
+        turns.next_turn(HeldText(ids=ids, newest=n, name="a"), "of", None, tokenizer).ids
         for n in (7, tokenizer.eos_id)
     )
     assert one == two and one[len(ids)] == tokenizer.eos_id and 7 not in one
@@ -126,11 +131,11 @@ def test_a_conversation_of_another_day_is_written_with_todays_date(tokenizers):
     tokenizer = tokenizers["chatml"]
     vocab = dataclasses.replace(tokenizer.vocab, chat_template=DATED)
     tokenizer = dataclasses.replace(tokenizer, vocab=vocab)
-    before = conversation.render_turns(tokenizer, None, ["the"], now="2024-02-29T12:00:00")
+    before = turns.render_turns(tokenizer, None, ["the"], now="2024-02-29T12:00:00")
     assert "29 February 2024. Be kind" in before
     ids = tokenizer.encode(before + "of it", parse_special=True)
-    so_far = Conversation(ids=ids, newest=tokenizer.eos_id, name="a.kv")
-    turn = conversation.next_turn(so_far, "in", None, tokenizer)
+    so_far = HeldText(ids=ids, newest=tokenizer.eos_id, name="a.kv")
+    turn = turns.next_turn(so_far, "in", None, tokenizer)
     assert written(turn.ids, tokenizer) == rendered(tokenizer, "the", "of it", "in")
     assert turn.rewritten is not None and turn.n_kept < 20 < len(ids)
     assert "the session holds" in str(turn.rewritten) and "2024. Be kind" in str(turn.rewritten)
@@ -138,14 +143,14 @@ def test_a_conversation_of_another_day_is_written_with_todays_date(tokenizers):
 
 def test_a_message_that_waits_is_not_repeated(tokenizers):
     tokenizer = tokenizers["chatml"]
-    first = conversation.first_turn("the sand", None, tokenizer)
-    told = Conversation(ids=first, newest=None, name="a.kv")
-    assert conversation.next_turn(told, "the sand", None, tokenizer).ids == first
-    other = conversation.next_turn(told, "of", None, tokenizer)
+    first = turns.first_turn("the sand", None, tokenizer)
+    told = HeldText(ids=first, newest=None, name="a.kv")
+    assert turns.next_turn(told, "the sand", None, tokenizer).ids == first
+    other = turns.next_turn(told, "of", None, tokenizer)
     assert other.unanswered
     assert written(other.ids, tokenizer) == rendered(tokenizer, "the sand", "", "of")
-    again = conversation.next_turn(
-        Conversation(ids=other.ids, newest=None, name="a.kv"), "of", None, tokenizer
+    again = turns.next_turn(
+        HeldText(ids=other.ids, newest=None, name="a.kv"), "of", None, tokenizer
     )
     assert again.ids == other.ids
 
@@ -153,15 +158,15 @@ def test_a_message_that_waits_is_not_repeated(tokenizers):
 def test_a_system_message_comes_first_and_stays(tokenizers):
     for name in ("chatml", "gemma"):
         tokenizer = tokenizers[name]
-        ids = conversation.first_turn("the", "Bé brief", tokenizer)
+        ids = turns.first_turn("the", "Bé brief", tokenizer)
         assert written(ids, tokenizer) == rendered(tokenizer, "the", system="Bé brief")
-        told = Conversation(ids=[*ids, 8], newest=tokenizer.eos_id, name="a.kv")
-        alone = conversation.next_turn(told, "of", None, tokenizer)
-        assert conversation.next_turn(told, "of", "Bé brief", tokenizer) == alone
+        told = HeldText(ids=[*ids, 8], newest=tokenizer.eos_id, name="a.kv")
+        alone = turns.next_turn(told, "of", None, tokenizer)
+        assert turns.next_turn(told, "of", "Bé brief", tokenizer) == alone
         with pytest.raises(UsageError, match=r"a\.kv: .* did not begin with this system message"):
-            conversation.next_turn(told, "of", "Be long", tokenizer)
+            turns.next_turn(told, "of", "Be long", tokenizer)
     with pytest.raises(UsageError, match="no place for a system message"):
-        conversation.first_turn("the", "Be brief", tokenizers["mistral"])
+        turns.first_turn("the", "Be brief", tokenizers["mistral"])
 
 
 @pytest.mark.parametrize(
@@ -177,9 +182,7 @@ def test_a_template_that_forgets_cannot_go_on(tokenizers, template):
     vocab = dataclasses.replace(tokenizer.vocab, chat_template=template)
     tokenizer = dataclasses.replace(tokenizer, vocab=vocab)
     with pytest.raises(UsageError, match="one behind the other"):
-        conversation.next_turn(
-            Conversation(ids=[8], newest=None, name="a.kv"), "of", None, tokenizer
-        )
+        turns.next_turn(HeldText(ids=[8], newest=None, name="a.kv"), "of", None, tokenizer)
 
 
 def ids_of(path):
@@ -196,13 +199,13 @@ def test_a_conversation_goes_on(go, talker, tmp_path, tokenizers):
     path, tokenizer = tmp_path / "a.kv", tokenizers["chatml"]
     talk = ["-m", talker, "-c", 256, "--chat", "--session", path, "--json", "-n", 6]
     first = told(go(*talk, "--quiet"))
-    held = conversation.first_turn(PROMPT, None, tokenizer)
+    held = turns.first_turn(PROMPT, None, tokenizer)
     assert ids_of(path) == [*held, *first["tokens"][:-1]]
     done = go(*talk, "-p", "of the", prompt=False)
     second = told(done)
     assert f"{path}: {len(held) + 5} tokens restored" in done.err and "follow" in done.err
     end = tokenizer.encode(f"{EOS}\n", parse_special=True)
-    turn = conversation.first_turn("of the", None, tokenizer)
+    turn = turns.first_turn("of the", None, tokenizer)
     turn = turn[len(tokenizer.encode(f"{BOS}system\nBe kind{EOS}\n", parse_special=True)) :]
     held = [*held, *first["tokens"], *end, *turn]
     assert ids_of(path) == [*held, *second["tokens"][:-1]]
@@ -320,3 +323,148 @@ def test_a_prompt_has_its_system_message(tmp_path):
 
     options = parse.parse_flags(["-p", "x", "--chat", "--system", "y"])
     assert options is not None and prompt.read_prompt(options).system == "y"
+
+
+def template(answer, begins=""):
+    """ChatML; `answer` is what is written of an answer, `begins` what a new one begins with."""
+    return (
+        "{% for m in messages %}{{ '<|startoftext|>' + m['role'] + '\n' }}"
+        "{% if m['role'] == 'assistant' and not loop.last %}{{ (" + answer + ") }}"
+        "{% else %}{{ m['content'] }}{% endif %}{{ '<|endoftext|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|startoftext|>assistant\n" + begins + "' }}{% endif %}"
+    )
+
+
+ALL = "m['content']"
+NO_THOUGHTS = "m['content'].split('</think>')[-1].lstrip('\n')"
+NO_TOOLS = (
+    "m['content'] if '<tool_call>' not in m['content'] else "
+    "m['content'].split('<tool_call>')[0] + m['content'].split('</tool_call>')[-1]"
+)
+DROPPING = {
+    "all": template(ALL),
+    "thoughts": template(NO_THOUGHTS),
+    "begun thoughts": template(NO_THOUGHTS, "<think>\n"),
+    "tools": template(NO_TOOLS),
+}
+
+
+def tokenizer_of(metadata, name):
+    return tokenizer_from_gguf(metadata | {"tokenizer.chat_template": DROPPING[name]})
+
+
+def held(tokenizer, *said, ended=True):
+    """Tokens of a conversation as sampled, each answer whole, the last one perhaps not ended."""
+    template = tokenizer.chat_template
+    begins = "<think>\n" if "assistant\n<think>\n'" in template else ""
+    text = "".join(
+        f"{BOS}{('user', 'assistant')[i % 2]}\n{begins if i % 2 else ''}{x}{EOS}\n"
+        for i, x in enumerate(said)
+    )
+    if len(said) % 2:
+        text += f"{BOS}assistant\n{begins}"
+    else:
+        text = text.removesuffix("\n") if ended else text.removesuffix(f"{EOS}\n")
+    return tokenizer.encode(text, parse_special=True)
+
+
+THOUGHT = "<think>\nof the sand\n</think>\n\n"
+
+
+def test_thoughts_of_earlier_answers(metadata):
+    tokenizer = tokenizer_of(metadata, "thoughts")
+    first = held(tokenizer, "the", ended=False)
+    ids = held(tokenizer, "the", f"{THOUGHT}it is", "of", f"{THOUGHT}not", "and", "mist")
+    found = left_out(ids, tokenizer)
+    thought = tokenizer.encode(THOUGHT, add_special=False)
+    assert found is not None and found.first == len(first)
+    assert found.n_answers == 2 and found.n_held == len(ids)
+    assert found.n_tokens == 2 * len(thought)
+    assert found.text == THOUGHT.strip()
+    assert found.n_recomputed == len(ids) - found.first - found.n_tokens
+    # The last answer too, once a message follows it.
+    assert left_out(held(tokenizer, "the", f"{THOUGHT}it"), tokenizer) is not None
+
+
+def test_what_is_written_again_is_not_told(metadata):
+    many = ["the", f"{THOUGHT}it is", "of", "<tool_call>\nsand()\n</tool_call>", "and", "  mist "]
+    for name, said in [("all", many), ("thoughts", ["the", "it is", "of", "not"]), ("all", ["a"])]:
+        tokenizer = tokenizer_of(metadata, name)
+        assert left_out(held(tokenizer, *said), tokenizer) is None
+
+
+def test_thoughts_that_the_template_begins(metadata):
+    tokenizer = tokenizer_of(metadata, "begun thoughts")
+    found = left_out(held(tokenizer, "the", "of the sand\n</think>\n\nit", "of"), tokenizer)
+    assert found is not None and found.text == "<think>\nof the sand\n</think>"
+
+
+def test_tool_lines_in_the_middle_of_an_answer(metadata):
+    tokenizer = tokenizer_of(metadata, "tools")
+    said = ["the", "I ask\n<tool_call>\nsand()\n</tool_call>\nand say", "of", "it"]
+    found = left_out(held(tokenizer, *said), tokenizer)
+    assert found is not None and found.text.startswith("<tool_call>") and found.n_answers == 1
+
+
+@pytest.mark.parametrize("template", ["{{ messages[-1]['content'] }}", None, "{{ boom() }}"])
+def test_a_template_that_renders_no_conversation_says_nothing_here(metadata, template):
+    tokenizer = tokenizer_of(metadata, "all")
+    vocab = dataclasses.replace(tokenizer.vocab, chat_template=template)
+    assert left_out([5, 6, 7], dataclasses.replace(tokenizer, vocab=vocab)) is None
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory):
+    return with_template(tmp_path_factory.mktemp("thinker"), DROPPING["thoughts"])
+
+
+def test_what_a_prompt_leaves_out_of_a_text():
+    held = np.arange(100, 140)
+    for n, wanted in [
+        (7, [*range(100, 110), *range(117, 140)]),
+        (6, [*range(100, 110), 1, *range(117, 140)]),  # tokenized otherwise where parts meet
+        (0, [*range(100, 110), 1, 2, 3, 4, *range(117, 140)]),
+        (0, [*range(100, 110), *range(117, 120)]),
+    ]:
+        assert explain._n_left_out(held, np.array(wanted), 10) == n
+
+
+@pytest.mark.slow
+def test_a_conversation_that_continues_and_explain_say_what_it_costs(
+    kvrt, go, thinker, metadata, tmp_path
+):
+    tokenizer, path = tokenizer_of(metadata, "thoughts"), tmp_path / "a.kv"
+    ids, new = tmp_path / "ids.json", tmp_path / "new.json"
+    said = ["the", f"{THOUGHT}it is the rest of the land", "of"]
+    held_ids = held(tokenizer, *said)
+    ids.write_text(json.dumps(held_ids))
+    words = ["-m", thinker, "--tokens", ids]
+    assert kvrt("prefill", *words, "-c", 256, "-o", path, "--quiet").code == 0
+    found = left_out(held_ids, tokenizer)
+    assert found is not None and str(found).startswith(
+        f"the chat template leaves {found.n_tokens} tokens of an earlier answer out, the first at "
+        f'token {found.first} ("<think>\\nof the sand'
+    )
+    asks = ["explain", path, "-m", thinker]
+    done = kvrt(*asks, "--chat", "-p", "and")
+    assert str(found) in done.out.decode()
+    told = json.loads(kvrt(*asks, "--chat", "-p", "and", "--json").out)
+    assert told["left_out_by_template"] == found.fields()
+    # Who renders it anew without them computes what follows again.
+    again = held(tokenizer, "the", "it is the rest of the land", "of")
+    new.write_text(json.dumps(again))
+    told = json.loads(kvrt(*asks, "--tokens", new, "--json").out)
+    assert told["first_difference"]["n_left_out"] == found.n_tokens
+    assert told["n_evaluated"] == found.n_recomputed
+    text = kvrt(*asks, "--tokens", new).out.decode()
+    assert (
+        f"leaves {found.n_tokens} held tokens out there, as chat templates do with thoughts" in text
+    )
+    # A run does so too, says where, and keeps the former session.
+    words = ["-m", thinker, "-c", 256, "--chat", "--session", path, "-p", "and", "-n", 2]
+    done = go(*words, prompt=False)
+    assert done.code == 0, done.err
+    assert 'now writes "it is the rest' in done.err and "computed anew from token" in done.err
+    kept = tokens(session.read(path).history, 0).tolist()
+    assert kept[: len(again)] == again  # the last answer came without thoughts
+    assert tokens(session.read(f"{path}~").history, 0).tolist() == held_ids

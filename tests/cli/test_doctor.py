@@ -10,7 +10,7 @@ from kvrt.attention.choice.self_test import Verdict
 from kvrt.cli.batch.digest import Digests
 from kvrt.cli.commands import COMMANDS
 from kvrt.cli.flags.parse import parse_flags
-from kvrt.cli.process import status
+from kvrt.cli.process import output
 from kvrt_models.weights import forms, measured_forms
 
 SAID = "chunked: no kernel for cpu"
@@ -118,13 +118,13 @@ def test_it_tests_a_kernel_for_common_sizes_or_for_a_model(kvrt, tiny, tested):
 
 def test_a_kernel_is_tested_under_a_status_line(kvrt, tested, monkeypatch):
     shown = []
-    waiting = status.waiting
+    waiting = output.waiting
 
     def noted(what, wanted):
         shown.append((what, wanted))
         return waiting(what, wanted)
 
-    monkeypatch.setattr(status, "waiting", noted)
+    monkeypatch.setattr(output, "waiting", noted)
     kvrt("doctor")
     kvrt("doctor", "--attention", "chunked")
     said = [x for x in shown if x[0].startswith("self-test")]

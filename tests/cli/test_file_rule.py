@@ -5,7 +5,7 @@ import os
 import pytest
 
 from kvrt.cli.commands import COMMANDS
-from kvrt.cli.session import html_page
+from kvrt.cli.session import inspect
 from kvrt.errors import UsageError
 from kvrt.files import kinds
 from kvrt.files.named import check_named
@@ -20,7 +20,7 @@ OURS = {
     "a session": b"kvrt-kv\n",
     "a file of results": b'{"id": ',
     "a file of kvrt's metrics": b"# HELP kvrt_steps_total",
-    "a page of kvrt inspect": html_page._HEAD.encode(),
+    "a page of kvrt inspect": inspect._HEAD.encode(),
     "a folder of sessions": b"",
     "a folder of blocks": b"",
 }
@@ -144,4 +144,4 @@ def test_metrics_destroy_neither_results_nor_requests(kvrt, tmp_path):
     done = kvrt("batch", "-i", "-", "-o", tmp_path / "stdin", stdin=b'{"id": 1, "prompt": "x"}\n')
     assert done.code == 2 and "name one file" in done.err
     assert [path.read_bytes() for path in names] == before
-    assert html_page._HEAD.encode().startswith(kinds.PAGE.begins)
+    assert inspect._HEAD.encode().startswith(kinds.PAGE.begins)

@@ -62,6 +62,7 @@ OTHERS = {
     **dict.fromkeys(
         ("PlacedModule", "PlacedSchema", "Served"), "--schema names a file that says it"
     ),
+    **dict.fromkeys(("KeptChunk", "Recomputed", "Restored", "ReusePlan"), "a report"),
     "ResumePositions": "what a sequence can be cut back to",
     "After": "the session says where sampling was left",
 }

@@ -4,7 +4,7 @@ import pytest
 from flag_samples import NEEDS, expected, sample
 
 from kvrt.cli.commands import COMMANDS, RUN
-from kvrt.cli.flags.other_names import other_programs
+from kvrt.cli.flags import other_names
 from kvrt.cli.flags.parse import parse_flags
 from kvrt.cli.main import main
 from kvrt.errors import UsageError
@@ -253,8 +253,8 @@ def test_flags_and_values_of_other_programs_name_their_counterpart(words, capsys
 
 def test_counterparts_are_flags_of_kvrt_and_take_nothing_over():
     own = {c.name: {n for f in c.flags() for n in (f.name, f.short)} for c in COMMANDS}
-    for name in other_programs._FLAGS:
-        found = other_programs.counterpart(name)
+    for name in other_names._FLAGS:
+        found = other_names.counterpart(name)
         assert found is not None and (found.remark or found.flag)
         assert not found.flag or any(found.flag in names for names in own.values()), name
         # A flag that all commands know would never be looked up.

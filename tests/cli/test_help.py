@@ -11,8 +11,7 @@ import pytest
 
 import kvrt
 from kvrt.cli.commands import COMMANDS
-from kvrt.cli.flags.help_text import help_text, usage
-from kvrt.cli.flags.parse import parse_flags
+from kvrt.cli.flags.parse import help_text, parse_flags, usage
 from kvrt.cli.flags.topics import TOPICS
 from kvrt.cli.main import main
 

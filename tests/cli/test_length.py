@@ -10,7 +10,7 @@ from conftest import text_of
 from kvrt import AttentionSinks, ContextShift
 from kvrt.cli.flags import parse
 from kvrt.cli.flags.evaluate import RunOptions
-from kvrt.cli.setup import config, policy
+from kvrt.cli.setup import config
 from kvrt.errors import BadConfig, BadSession
 from kvrt_models.families.shared.registry import spec_from_gguf
 from kvrt_models.gguf.file import open_gguf
@@ -121,11 +121,11 @@ def test_keep_counts_tokens_of_the_prompt(tiny, add_bos, keep, n_keep):
         {**open_gguf(tiny).metadata, "tokenizer.ggml.add_bos_token": add_bos}
     )
     ids = [text.bos_id if add_bos else 7, *range(19)]
-    shift = policy.policy_of_run(options("--keep", str(keep)), 64, ids, text)
+    shift = config.policy_of_run(options("--keep", str(keep)), 64, ids, text)
     # A token that begins the text is kept beside those that are counted.
     assert shift is not None and shift.n_keep == min(n_keep + add_bos, 20)
     with pytest.raises(BadConfig, match=rf"--keep {keep} keeps \d+ .* nothing to drop in 2 cells"):
-        policy.policy_of_run(options("--keep", str(keep)), 2, ids, text)
+        config.policy_of_run(options("--keep", str(keep)), 2, ids, text)
 
 
 @pytest.mark.parametrize("add_bos", [False, True])
@@ -151,26 +151,26 @@ def test_a_session_brings_its_policy_where_no_flag_says_otherwise(
     there = {"name": type(said).__name__, **dataclasses.asdict(said)}
     (tmp_path / "a.kv").touch()  # a session that is not there says no policy
     before = options(*words, "--session", str(tmp_path / "a.kv"))
-    after = policy.follow_policy(before, there, ids, text)
+    after = config.follow_policy(before, there, ids, text)
     if wanted == ContextShift(n_keep=0):
         wanted = ContextShift(n_keep=int(add_bos))  # what is kept without a session
-    assert policy.policy_of_run(after, 64, ids, text) == wanted
-    assert bool(policy.followed(before, after)) == (after != before)
+    assert config.policy_of_run(after, 64, ids, text) == wanted
+    assert bool(config.followed(before, after)) == (after != before)
 
 
 def test_what_a_session_says_of_a_policy_is_checked(tiny):
     text = tokenizer_from_gguf(open_gguf(tiny).metadata)
     for said in ({"n_keep": "5"}, {"n_keep": -3}, {"n_bits": 3}, {"n_keep": 0.5}):
         with pytest.raises(BadSession, match="kvrt repair"):
-            policy.follow_policy(options(), {"name": "ContextShift", **said}, [1, 2], text)
+            config.follow_policy(options(), {"name": "ContextShift", **said}, [1, 2], text)
     for said in (None, {}, {"name": "Mine", "n_keep": "all"}):
-        assert policy.follow_policy(options(), said, [1, 2], text) == options()
+        assert config.follow_policy(options(), said, [1, 2], text) == options()
 
 
 @pytest.mark.parametrize("words", [["-n", "-2"], ["--nocontext_shift"]])
 def test_no_shift_is_made_where_none_is_wanted(tiny, words):
     text = tokenizer_from_gguf(open_gguf(tiny).metadata)
-    assert policy.policy_of_run(options("--keep", "-1", *words), 2, [1, 2], text) is None
+    assert config.policy_of_run(options("--keep", "-1", *words), 2, [1, 2], text) is None
 
 
 def test_a_context_above_the_trained_length_is_warned_of(capfd):
@@ -191,7 +191,7 @@ def test_the_advised_flags_hold_prompt_and_answer_without_another_advice(
 
     def check(*more):
         asked = options(*words, *more)
-        policy.check_prompt(asked, n_prompt, spec, config.cache_config(asked, n_trained))
+        config.check_prompt(asked, n_prompt, spec, config.cache_config(asked, n_trained))
         return capfd.readouterr().err
 
     advice = re.search(r"raise (-c) to (\d+)(?: with (-gan) (\d+))?", check("-c", "256"))
@@ -202,7 +202,7 @@ def test_the_advised_flags_hold_prompt_and_answer_without_another_advice(
 def test_a_prompt_that_no_flag_reads_whole_is_told_so(tiny, capfd):
     spec = spec_of(tiny)
     asked = options("-c", "256")
-    policy.check_prompt(asked, 10**6, spec, config.cache_config(asked, spec.n_ctx_train))
+    config.check_prompt(asked, 10**6, spec, config.cache_config(asked, spec.n_ctx_train))
     assert "to keep it use a model trained for more than its" in capfd.readouterr().err
 
 

@@ -7,7 +7,10 @@ import pytest
 from conftest import PROMPT, text_of, tiny_gguf, vocabulary
 
 from kvrt.cli.process import output
+from kvrt.cli.run import run_command
 from kvrt.program.programs import Programs
+from kvrt_models.gguf.file import open_gguf
+from kvrt_models.tokenizer.encode import tokenizer_from_gguf
 
 FIELDS = """model weights n_prompt tokens text finish_reason seed n_ctx n_kv cells_used n_shift
     n_dropped n_defrag programs n_compiles n_from_disk compile_s attention type_k type_v prefill_s
@@ -157,3 +160,50 @@ def test_all_programs_are_there_before_the_first_token_is_shown(go, monkeypatch)
     assert go("-n", 5).code == 0
     (*_, almost, done), *texts = seen
     assert almost == (done[0] - 1, done[1]) and done[0] == done[1] and texts
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny):
+    """Of the tiny model."""
+    return tokenizer_from_gguf(open_gguf(tiny).metadata)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("Once upon a time", "Once upon a time"),
+        (" the sand", "the sand"),
+        ("a\n\tb\x1b[31m\r", "a\n\tb\\x1b[31m\\r"),
+        ("word " * 200, "…" + (" word" * 79) + " "),
+        ("x" * 500, "…" + "x" * 400),
+    ],
+)
+def test_the_ending_of_a_prompt(tokenizer, text, found):
+    assert run_command.prompt_ending(tokenizer.encode(text), tokenizer) == found
+
+
+def test_a_long_prompt_is_cut_between_characters(tokenizer):
+    shown = run_command.prompt_ending(tokenizer.encode("ä" * 600), tokenizer)
+    assert set(shown) == {"…", "ä"} and len(shown) > 100
+
+
+def test_control_tokens_are_not_shown(tokenizer):
+    end = tiny_gguf.vocabulary().index(tiny_gguf.EOS)
+    assert run_command.prompt_ending([end, *tokenizer.encode("the"), end], tokenizer) == "the"
+
+
+@pytest.mark.slow
+def test_standard_output_is_the_text_alone(go):
+    done = go()
+    assert not done.out.startswith(PROMPT.encode()) and PROMPT not in done.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("more", "n_shown"), [([], 1), (["--quiet"], 0), (["--json"], 0)])
+def test_quiet_and_json_show_no_prompt(go, monkeypatch, more, n_shown):
+    shown = []
+    monkeypatch.setattr(
+        run_command, "show_prompt", lambda ids, text: shown.append(text.decode(ids))
+    )
+    assert go("-n", 8, *more).code == 0
+    assert shown == [PROMPT] * n_shown

@@ -215,7 +215,7 @@ def test_libraries_keep_off_standard_error():
 
 
 UNUSED = (
-    "gguf jinja2 jax.experimental.pallas kvrt.attention.pallas kvrt.cli.batch kvrt.cli.chunks "
+    "gguf jinja2 jax.experimental.pallas kvrt.attention.pallas kvrt.cli.ask kvrt.cli.batch "
     "kvrt.serving orbax tensorstore torch transformers xllamacpp"
 ).split()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrt.cli.run import conversation
+from kvrt.cli.run import turns
 from kvrt_models import chat, chat_child
 from kvrt_models.tokenizer.encode import tokenizer_from_gguf
 from kvrt_models.tokenizer.vocab import Kind
@@ -55,22 +55,22 @@ P = "tokenizer.ggml."
 def by_turns(tokenizer, answers, system=None):
     """What a session holds after each message, and whether the template rewrote what it held."""
     messages = [f"Question {i}?" for i in range(len(answers) + 1)]
-    ids, rewritten = conversation.first_turn(messages[0], system, tokenizer), []
-    texts = [conversation.text_of(ids, tokenizer)]
+    ids, rewritten = turns.first_turn(messages[0], system, tokenizer), []
+    texts = [turns.text_of(ids, tokenizer)]
     for answer, message in zip(answers, messages[1:], strict=True):
         held = [*ids, *tokenizer.encode(answer, add_special=False)]
-        so_far = conversation.Conversation(ids=held, newest=tokenizer.eos_id, name="a.kv")
-        turn = conversation.next_turn(so_far, message, system, tokenizer)
+        so_far = turns.Conversation(ids=held, newest=tokenizer.eos_id, name="a.kv")
+        turn = turns.next_turn(so_far, message, system, tokenizer)
         assert turn.ids[: turn.n_kept] == held[: turn.n_kept]
         ids = turn.ids
         rewritten.append(turn.rewritten is not None or turn.n_kept < len(held))
-        texts.append(conversation.text_of(ids, tokenizer))
+        texts.append(turns.text_of(ids, tokenizer))
     return texts, rewritten
 
 
 def whole(tokenizer, answers, n, system=None):
     said = [x for i in range(n) for x in (f"Question {i}?", answers[i])]
-    return conversation.render_turns(tokenizer, system, [*said, f"Question {n}?"])
+    return turns.render_turns(tokenizer, system, [*said, f"Question {n}?"])
 
 
 # Of the 70, those whose text goes on behind an answer, and those that write it otherwise then.

@@ -6,7 +6,7 @@ import pytest
 
 from kvrt.cli.flags import parse
 from kvrt.cli.process.interrupt import Interrupt, Interrupted
-from kvrt.cli.setup import policy
+from kvrt.cli.setup import config
 from kvrt_models import load
 
 # Of 64 cells, 24. What copies slots is compiled for their number, so that most tests have as many.
@@ -93,7 +93,7 @@ def test_a_budget_is_tokens_a_part_or_bytes(tiny):
     for budget in ("56", "12.5%", "64KiB", "128KiB"):
         options = parse.parse_flags(["-p", "x", "--policy", "h2o", "--policy_budget", budget])
         assert options is not None
-        found.append(policy.by_score(options, spec, 512).budget)
+        found.append(config.by_score(options, spec, 512).budget)
     assert found[:2] == [56, 64]
     # 64 further slots of each head are for tokens between two evictions.
     assert 0 <= (found[3] + 64) - 2 * (found[2] + 64) <= 1

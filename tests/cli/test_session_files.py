@@ -16,7 +16,7 @@ from kvrt import session
 from kvrt.cellcache.history import tokens
 from kvrt.errors import KvrtError
 from kvrt.session import described
-from kvrt.session.interop import llama_read, mlx_read
+from kvrt.session.interop import llama, mlx
 from kvrt.session.kv_file import file as kv_file
 
 ROOT = Path(__file__).parents[2]
@@ -218,7 +218,7 @@ def test_convert_for_other_programs(kvrt, prefilled, tmp_path, kind, old):
     assert (done.code, done.err) == (0, "")
     mine = session.read(prefilled)
     said, groups = mine.fingerprint, described.groups(mine.fingerprint)
-    reader = mlx_read if kind == "mlx" else llama_read
+    reader = mlx if kind == "mlx" else llama
     found = reader.read(new, said, groups, arch=described.arch(said), n_vocab=300)
     assert tokens(found.history, 0).tolist() == ids_of(prefilled)
     np.testing.assert_array_equal(found.groups[0].blocks[0].k, mine.groups[0].blocks[0].k)

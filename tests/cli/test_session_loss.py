@@ -17,7 +17,6 @@ from kvrt import session
 from kvrt.cellcache.history import tokens
 from kvrt.cli.process.interrupt import Interrupted
 from kvrt.cli.run import generation, run_command
-from kvrt.cli.run import save as saving
 from kvrt.errors import SaveError
 from kvrt.files import atomic
 
@@ -74,7 +73,7 @@ def long(wide, ids, tmp_path, made):
 @pytest.mark.slow
 def test_another_text_is_refused_before_anything_is_computed(go, kvrt, tiny, long, monkeypatch):
     kept = long.read_bytes()
-    monkeypatch.setattr("kvrt.cli.setup.open_runtime.Runtime", None)  # not needed to say no
+    monkeypatch.setattr("kvrt.cli.run.conversation.Runtime", None)  # not needed to say no
     done = go("--session", long)
     refused(done, 2, "holds 200 tokens", "200 of them", "--append", "--overwrite", "another name")
     done = kvrt("prefill", "-m", tiny, "-p", "other", "-o", long)
@@ -332,7 +331,7 @@ def test_a_background_save_that_fails_ends_nothing(go, tmp_path, monkeypatch):
             raise SaveError(f"{at}: no space left on device")
         return real(at, taken, *args, **more)
 
-    monkeypatch.setattr(saving.session, "save", save)
+    monkeypatch.setattr(session, "save", save)
     monkeypatch.setattr(
         run_command, "KeptSession", functools.partial(run_command.KeptSession, every_s=0.0)
     )

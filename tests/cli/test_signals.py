@@ -13,7 +13,7 @@ import pytest
 from kvrt import session
 from kvrt.cellcache.history import tokens
 from kvrt.cli.process.interrupt import Ended, Interrupt, Unwinding
-from kvrt.cli.run import generation, kept_session, prefill, run_command
+from kvrt.cli.run import generation, kept_session, run_command
 from kvrt.errors import BadLogits, KvrtError
 
 ROOT = Path(__file__).parents[2]
@@ -183,9 +183,8 @@ def stopped(*_):
 @pytest.fixture
 def killed(monkeypatch):
     """A prompt is saved after each step, and the run ends before it is saved as a whole."""
-    for command in (run_command, prefill):
-        often = functools.partial(kept_session.KeptSession, every_s=0.0)
-        monkeypatch.setattr(command, "KeptSession", often)
+    often = functools.partial(kept_session.KeptSession, every_s=0.0)
+    monkeypatch.setattr(run_command, "KeptSession", often)
     monkeypatch.setattr(kept_session.KeptSession, "after_prompt", stopped)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvrt import session
 from kvrt.cli.flags.evaluate import MatrixDtype
-from kvrt.cli.setup.weights import WeightsChoice
+from kvrt.cli.setup.model import WeightsChoice
 from kvrt.session import fingerprint
 from kvrt_models import load
 from kvrt_models.layers import int8

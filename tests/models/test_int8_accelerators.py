@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvrt.cli.setup import weights
+from kvrt.cli.setup import model
 from kvrt_models.layers import int8
 from kvrt_models.weights.types import default_type
 
@@ -70,6 +70,6 @@ def test_the_guard_sees_a_matrix_that_is_widened():
 def test_the_default_type_of_a_platform(platform, dtype, monkeypatch):
     assert default_type(platform) == dtype
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
-    found = weights.choose_weights(None)
+    found = model.choose_weights(None)
     assert (found.dtype, found.why) == (dtype, f"default on {platform}")
-    assert weights.choose_weights("int8") == weights.WeightsChoice(dtype="int8")
+    assert model.choose_weights("int8") == model.WeightsChoice(dtype="int8")

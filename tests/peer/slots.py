@@ -1,11 +1,11 @@
 """Slot files of a live llama.cpp in a runtime of ours."""
 
-from kvrt.session.interop import llama_read
+from kvrt.session.interop import llama
 
 
 def restored(runtime, model, path):
     """Restores a file of one sequence into a runtime of its model; the snapshot that was read."""
-    found = llama_read.read(
+    found = llama.read(
         path,
         runtime.fingerprint,
         model.spec.groups,

@@ -25,7 +25,8 @@ from kvrt.attention.scored.layers import ScoredGroup, by_kind
 from kvrt.attention.scored.policy import Reads
 from kvrt.attention.scored.reads import choose_slots
 from kvrt.attention.scored.spec import SlotSpec, empty_slots
-from kvrt.cli.report import metrics, phrases
+from kvrt.cli.batch import progress
+from kvrt.cli.report import phrases
 from kvrt.errors import BadConfig, SessionMismatch
 from kvrt.files.class_source import class_identity
 from kvrt.options.serving import TierConfig
@@ -222,7 +223,7 @@ def test_stats_count_scores_that_were_nan():
             engine.step()
         stats = engine.stats()
     assert stats.n_nan_scores == n
-    assert ("scores that were NaN", str(n)) in list(metrics.rows(stats))
+    assert ("scores that were NaN", str(n)) in list(progress.rows(stats))
     assert phrases.nan_scores(n).startswith(f"{n} scores were NaN")
 
 

@@ -28,7 +28,7 @@ from kvrt.options.serving import Rules
 from kvrt.policies import ContextShift
 from kvrt.program.mesh import MeshSpec, Placement
 from kvrt.serving.engine import Engine
-from kvrt.session.orbax import parts
+from kvrt.session.orbax import rows
 from kvrt.store.shards import Shards
 from kvrt_models import load
 from scripts._lib import chips
@@ -313,11 +313,11 @@ def written_alone(path, taken):
             shards.extend(s.data.nbytes for s in x.addressable_shards)
         orbax(at, tree)
 
-    orbax = parts.write.write_own_shards
+    orbax = rows.write.write_own_shards
     kv_only = dataclasses.replace(taken, logits={}, states=None)
     kv_only = dataclasses.replace(kv_only, fingerprint={**taken.fingerprint, "recurrent": None})
     with unittest.mock.patch.object(np, "asarray", as_array):
-        with unittest.mock.patch.object(parts.write, "write_own_shards", write):
+        with unittest.mock.patch.object(rows.write, "write_own_shards", write):
             session.save(path.with_name("kv_only"), kv_only, "folder")
     session.save(path, taken, "folder")
     return max(on_host), max(shards), max(rounds)

@@ -11,8 +11,7 @@ from kvrt.cellcache.checkpoint.resume import ResumePositions
 from kvrt.cells.edits import Remove, Shift
 from kvrt.errors import BadRange, BadToken, CannotRewind, UsageError
 from kvrt.reuse import diff
-from kvrt.reuse.chunks import KeptChunk
-from kvrt.reuse.plan import Evaluate, operations, plan_reuse
+from kvrt.reuse.plan import Evaluate, KeptChunk, operations, plan_reuse
 from kvrt.reuse.reasons import Reason, Recomputed
 from tests.toys import RowModel
 

@@ -14,7 +14,7 @@ from kvrt.arrays import array_bytes
 from kvrt.errors import BadConfig, SessionMismatch
 from kvrt.program.estimate import of_blocks, of_cells
 from kvrt.session.change import edit
-from kvrt.session.interop import llama_read, llama_write, mlx_write
+from kvrt.session.interop import llama, mlx
 from tests.latentlm import RANK, ROPE, SCALE, LatentLm, Plain
 from tests.marks import full, slow
 from tests.runtime.alongside import TEXT, read, run_history
@@ -161,12 +161,12 @@ def test_other_programs_files_are_refused():
     at.append(TEXT[:4])
     snapshot, groups = at.snapshot(), model("norm").groups
     with pytest.raises(SessionMismatch, match="one latent a token") as caught:
-        llama_write.write(io.BytesIO(), snapshot, groups, arch="llama", whole=False)
+        llama.write(io.BytesIO(), snapshot, groups, arch="llama", whole=False)
     assert "\n" not in str(caught.value)
     with pytest.raises(SessionMismatch, match=r"a prompt cache of .* has keys and values apart"):
-        mlx_write.write(io.BytesIO(), snapshot, groups, arch="llama")
+        mlx.write(io.BytesIO(), snapshot, groups, arch="llama")
     with pytest.raises(SessionMismatch, match=r"a session file of .* has keys and values"):
-        llama_read.read("none", snapshot.fingerprint, groups, arch="llama", n_vocab=32)
+        llama.read("none", snapshot.fingerprint, groups, arch="llama", n_vocab=32)
 
 
 class Broken(LatentLm):

@@ -9,7 +9,7 @@ import pytest
 from plainspace import PlainSpace, Served
 from prometheus_client import CollectorRegistry, Gauge
 
-from kvrt.cli.report import metrics as metrics_table
+from kvrt.cli.batch import progress as metrics_table
 from kvrt.errors import BadConfig, SaveError, UsageError
 from kvrt.options.serving import Rules
 from kvrt.paged.residency import Histogram, Residency

@@ -7,7 +7,7 @@ import numpy as np
 
 from kvrt import CacheConfig, GroupSpec, MaskSpec, RopeSpec
 from kvrt.session.fingerprint import describe
-from kvrt.session.interop import llama_read, llama_write
+from kvrt.session.interop import llama
 
 WINDOW = MaskSpec(kind="window", size=4)
 
@@ -105,10 +105,10 @@ def fingerprint(groups, recurrent=None, **config):
 
 def read(path, groups=PLAIN, arch="llama", **options):
     options = {"n_vocab": 64, "fingerprint": fingerprint(groups), **options}
-    return llama_read.read(path, options.pop("fingerprint"), groups, arch=arch, **options)
+    return llama.read(path, options.pop("fingerprint"), groups, arch=arch, **options)
 
 
 def written(snapshot, groups=PLAIN, arch="llama", **options):
     file = io.BytesIO()
-    llama_write.write(file, snapshot, groups, arch=arch, **{"old": True, **options})
+    llama.write(file, snapshot, groups, arch=arch, **{"old": True, **options})
     return file.getvalue()

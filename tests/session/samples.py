@@ -31,7 +31,7 @@ from kvrt import (
 )
 from kvrt.cli import main as cli
 from kvrt.session.fingerprint import digest as fingerprint_digest
-from kvrt.session.interop import llama_read, llama_write, mlx_read, mlx_write
+from kvrt.session.interop import llama, mlx
 from kvrt.session.library.library import Library
 from kvrt.store import codec
 from tests.toys import HybridLm, ToyLm
@@ -230,9 +230,9 @@ def write_foreign(folder):
     session.save(folder / "orbax", snapshot, "folder")
     for name, whole in (("whole", True), ("sequence", False)):
         with open(folder / f"llama_{name}.bin", "wb") as file:
-            llama_write.write(file, snapshot, groups, arch="llama", whole=whole, seq_id=None)
+            llama.write(file, snapshot, groups, arch="llama", whole=whole, seq_id=None)
     with open(folder / "mlx.safetensors", "wb") as file:
-        mlx_write.write(file, snapshot, groups, arch="llama")
+        mlx.write(file, snapshot, groups, arch="llama")
     return {name: said(x) | {"next": next_tokens(PLAIN, x)} for name, x in foreign(folder).items()}
 
 
@@ -242,9 +242,9 @@ def foreign(folder):
     about = {"arch": "llama", "n_vocab": 64}
     return {
         "orbax": session.read(folder / "orbax"),
-        "llama_whole": llama_read.read(folder / "llama_whole.bin", here, groups, **about),
-        "llama_sequence": llama_read.read(folder / "llama_sequence.bin", here, groups, **about),
-        "mlx": mlx_read.read(folder / "mlx.safetensors", here, groups, **about),
+        "llama_whole": llama.read(folder / "llama_whole.bin", here, groups, **about),
+        "llama_sequence": llama.read(folder / "llama_sequence.bin", here, groups, **about),
+        "mlx": mlx.read(folder / "mlx.safetensors", here, groups, **about),
     }
 
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from kvrt.cellcache.history import TokenHistory
 from kvrt.session import SamplingState, Snapshot
-from kvrt.session.older_fingerprint import completed
+from kvrt.session.fingerprint import completed
 from kvrt.session.snapshot import BLOCK_CELLS, GroupPart, KVBlock, StatePart
 
 TYPES = {"float32": "f32", "float16": "f16", "uint16": "bf16"}

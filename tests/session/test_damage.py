@@ -8,8 +8,9 @@ import pytest
 from snapshots import snapshot
 
 from kvrt import CacheConfig, Runtime
+from kvrt.cli.flags.session_files import PrefillOptions
 from kvrt.cli.run.generation import Reading
-from kvrt.cli.run.kept_session import KeptSession, SessionUse
+from kvrt.cli.run.kept_session import KeptSession
 from kvrt.errors import BadLogits
 from kvrt.session.change.damage import find_damage
 from tests.toys import ToyLm
@@ -69,7 +70,7 @@ def test_a_prompt_that_was_interrupted_is_saved_if_it_is_sound(tmp_path, bad):
     runtime = Runtime(model, CacheConfig(n_ctx=16, block_size=16, n_ubatch=8))
     # Its steps but the last one want no logits, so nothing tells but the arrays.
     runtime.append([1, 2, 3], out_ids=[0])
-    kept = KeptSession(str(tmp_path / "a.kv"), SessionUse(quiet=True))
+    kept = KeptSession(PrefillOptions(output=str(tmp_path / "a.kv"), quiet=True))
     reading = Reading(ids=[1, 2, 3, 4, 5], spans=[(0, 5)], n_done=3)
     if bad:
         with pytest.raises(BadLogits, match="not saved, since the keys of layer 0 have 32 values"):

@@ -12,11 +12,9 @@ from snapshots import assert_equal
 
 from kvrt import CacheConfig, Runtime, errors, session
 from kvrt.program.mesh import MeshSpec
-from kvrt.session import expected, manifest
-from kvrt.session.divided import division
-from kvrt.session.divided.blocks import divided_groups
-from kvrt.session.divided.division import Division
-from kvrt.session.orbax import folder, parts
+from kvrt.session import divided, expected, manifest
+from kvrt.session.divided import Division, divided_groups
+from kvrt.session.orbax import folder, rows
 from kvrt.session.snapshot import KVBlock
 from tests.toys import ToyLm
 
@@ -49,14 +47,14 @@ def test_pieces_are_put_together_as_a_plain_copy_would():
         for head in (0, 2, 4):
             at = np.s_[:, start : start + n, head : head + 2]
             found.append(KVBlock(k=k[at], v=v[at]))
-    assert [(x.start, x.n, x.head) for x in division.pieces(parts_of)[::3]] == [
+    assert [(x.start, x.n, x.head) for x in divided.pieces(parts_of)[::3]] == [
         (0, 256, 0),
         (256, 44, 0),
         (300, 44, 0),
         (344, 256, 0),
     ]
-    assert parts_of.n_pieces == len(division.pieces(parts_of)) == len(found)
-    whole = division.joined_pieces(parts_of, found)
+    assert parts_of.n_pieces == len(divided.pieces(parts_of)) == len(found)
+    whole = divided.joined_pieces(parts_of, found)
     assert [x.k.shape[1] for x in whole] == [256, 256, 88]
     for side, want in (("k", k), ("v", v)):
         got = np.concatenate([getattr(x, side) for x in whole], axis=1)
@@ -114,7 +112,7 @@ def test_a_save_that_fails_leaves_the_older_session(taken, sound, tmp_path, monk
     path = tmp_path / "x.kvd"
     session.save(path, taken[0], "folder")
     with monkeypatch.context() as patch:
-        patch.setattr(parts.write, "write_own_shards", refuse)
+        patch.setattr(rows.write, "write_own_shards", refuse)
         with pytest.raises(errors.SaveError, match="no space left on device; nothing is half"):
             session.save(path, taken[0])
         with pytest.raises(errors.SaveError):
@@ -137,7 +135,7 @@ def test_a_save_that_fails_leaves_the_older_session(taken, sound, tmp_path, monk
 
 def test_rows_without_the_shards_of_a_process_are_refused(sound, tmp_path):
     with pytest.raises(errors.SaveError, match="process 3 does not see the folder"):
-        parts.write_own(tmp_path / "rows", (), 3)
+        rows.write_own(tmp_path / "rows", (), 3)
     own = next(sound.glob("rows-*/process-0"))
     own.rename(own.with_name("process-1"))
     with pytest.raises(errors.BadSession, match="keys and values cannot be read: "):

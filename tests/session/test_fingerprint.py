@@ -21,9 +21,9 @@ from kvrt import (
 from kvrt.session import described as described_file
 from kvrt.session import fingerprint
 from kvrt.session import manifest as manifests
+from kvrt.session.fingerprint import completed
 from kvrt.session.kv_file import file as kv_file
 from kvrt.session.kv_file import frame
-from kvrt.session.older_fingerprint import completed
 
 ROPE = RopeSpec(n_rot=8, base=1e5)
 GROUP = GroupSpec(

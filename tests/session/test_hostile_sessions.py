@@ -20,8 +20,8 @@ from kvrt.cli.session.open_session import follow_sampling
 from kvrt.config import GroupSpec, QueryTemperature, RopeSpec
 from kvrt.session import OpenedSession, SamplingState, codec, described, manifest, owners
 from kvrt.session.change import edit
+from kvrt.session.fingerprint import completed
 from kvrt.session.manifest import Blob, GroupEntry, Manifest
-from kvrt.session.older_fingerprint import completed
 
 pytestmark = pytest.mark.usefixtures("numpy_device")
 

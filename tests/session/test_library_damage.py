@@ -176,7 +176,7 @@ CROWD = """
 import sys, time
 from pathlib import Path
 from kvrt.session.library import index
-from kvrt.session.library.entries import Content
+from kvrt.session.library.stored import Content
 from kvrt.session.library.library import Library
 folder, me, seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 library, n, end = Library(folder), 0, time.monotonic() + seconds

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvrt import CacheConfig, Runtime
-from kvrt.session.interop import llama_read, llama_write
+from kvrt.session.interop import llama
 from kvrt_models.load import load
 from tests.peer import server, slots, tiny_gguf
 
@@ -62,7 +62,7 @@ def test_llama_cpp_goes_on_with_a_session(tiny, tmp_path):
     runtime.prefill(prompt[:-1])
     snapshot = runtime.snapshot()
     with (tmp_path / "slot.bin").open("wb") as file:
-        llama_write.write(file, snapshot, model.spec.groups, arch=model.spec.arch, whole=False)
+        llama.write(file, snapshot, model.spec.groups, arch=model.spec.arch, whole=False)
     with server.llama_cpp(path, n_vocab=runtime.n_vocab, slots=tmp_path, flash=True) as live:
         answer = live.slot("restore", "slot.bin")
         assert answer["n_restored"] == N_PROMPT - 1
@@ -108,7 +108,7 @@ def test_llama_cpp_goes_on_with_rows_of_q8_0(quantised, tmp_path):
     runtime.prefill(prompt[:-1])
     snapshot = runtime.snapshot()
     with (tmp_path / "slot.bin").open("wb") as file:
-        llama_write.write(file, snapshot, model.spec.groups, arch=model.spec.arch, whole=False)
+        llama.write(file, snapshot, model.spec.groups, arch=model.spec.arch, whole=False)
     with server.llama_cpp(
         path, n_vocab=runtime.n_vocab, slots=tmp_path, flash=True, quantised=True
     ) as live:
@@ -132,7 +132,7 @@ def test_rows_of_q8_0_of_llama_cpp_go_on(quantised, tmp_path):
         live.slot("save", "slot.bin")
         expected = live.complete(prompt, N_PREDICT, cache_prompt=True, id_slot=0)
     runtime = runtime_of_q8_0(model, turned)
-    found = llama_read.read(
+    found = llama.read(
         tmp_path / "slot.bin",
         runtime.fingerprint,
         model.spec.groups,

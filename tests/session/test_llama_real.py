@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvrt import CacheConfig, Runtime
-from kvrt.session.interop import llama_read
+from kvrt.session.interop import llama
 from kvrt_models.load import load
 
 pytestmark = pytest.mark.model
@@ -26,7 +26,7 @@ def real(request):
 
 
 def read(path, model, runtime):
-    return llama_read.read(
+    return llama.read(
         path,
         runtime.fingerprint,
         model.spec.groups,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvrt import CacheConfig, Runtime
-from kvrt.session.interop import llama_write
+from kvrt.session.interop import llama
 from kvrt_models.load import load
 from tests.peer import server, slots, tiny_gguf, tiny_recurrent
 
@@ -56,7 +56,7 @@ def saved(runtime, model, path, **options):
     file = io.BytesIO()
     options = {"whole": False, **options}
     spec = model.spec
-    llama_write.write(file, runtime.snapshot(), spec.groups, arch=spec.arch, **options)
+    llama.write(file, runtime.snapshot(), spec.groups, arch=spec.arch, **options)
     path.write_bytes(file.getvalue())
     return len(file.getvalue())
 
@@ -101,7 +101,7 @@ def test_states_of_llama_cpp_go_on(recurrent, tmp_path):
     check(runtime, runtime.prefill(PROMPT[-1:]), expected, TOLERANCE)
     # What is written of it is the file again, but for what a server adds.
     again = io.BytesIO()
-    llama_write.write(again, found, model.spec.groups, arch=model.spec.arch, whole=False)
+    llama.write(again, found, model.spec.groups, arch=model.spec.arch, whole=False)
     theirs = (tmp_path / "slot.bin").read_bytes()
     n_states = sum(np.prod(s) for s in model.spec.recurrent.shapes) * 4
     assert again.getvalue()[-int(n_states) :] in theirs

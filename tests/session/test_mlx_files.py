@@ -17,7 +17,7 @@ from kvrt import CacheConfig, GroupSpec, MaskSpec, RopeSpec, Runtime
 from kvrt.cellcache import history as texts
 from kvrt.errors import BadSession, SessionMismatch
 from kvrt.session.fingerprint import describe
-from kvrt.session.interop import mlx_read, mlx_write
+from kvrt.session.interop import mlx
 from kvrt_models.load import load
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -38,12 +38,12 @@ def read(path, groups=GROUPS, tokens="known", **config):
     if tokens == "known":
         tokens = expected()["tokens"].tolist()
     fingerprint = describe(groups, None, CacheConfig(**config), 256, "w", {})
-    return mlx_read.read(path, fingerprint, groups, arch="llama", n_vocab=256, tokens=tokens)
+    return mlx.read(path, fingerprint, groups, arch="llama", n_vocab=256, tokens=tokens)
 
 
 def written(snapshot, groups=GROUPS, **options):
     file = io.BytesIO()
-    mlx_write.write(file, snapshot, groups, arch="llama", **options)
+    mlx.write(file, snapshot, groups, arch="llama", **options)
     return file.getvalue()
 
 
@@ -68,7 +68,7 @@ def test_a_cache_of_mlx_lm_goes_on():
     about = {"arch": model.spec.arch, "n_vocab": 256, "tokens": tokens}
     for layout in LAYOUTS:
         path = GOLDEN / "mlx" / f"{layout}.safetensors"
-        runtime.restore(mlx_read.read(path, runtime.fingerprint, model.spec.groups, **about))
+        runtime.restore(mlx.read(path, runtime.fingerprint, model.spec.groups, **about))
         assert runtime.token_history(0)[1].tolist() == tokens[:-1]
         worst = np.abs(np.asarray(runtime.prefill(tokens[-1:])) - expected()["logits"]).max()
         print(f"{layout}: largest difference {worst:.1e}")

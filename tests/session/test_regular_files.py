@@ -8,10 +8,11 @@ from snapshots import snapshot
 
 from kvrt import session
 from kvrt.cli.batch.requests import Requests
+from kvrt.cli.flags.evaluate import RunOptions
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.cli.main import main
 from kvrt.cli.run import prompt
-from kvrt.cli.run.kept_session import KeptSession, SessionUse
+from kvrt.cli.run.kept_session import KeptSession
 from kvrt.errors import BadConfig, BadModelFile, BadSession, SaveError
 from kvrt.files import atomic, regular
 from kvrt.paged.tiers.block_file import BlockFile
@@ -47,7 +48,7 @@ def open_source(path):
 
 
 def kept(path, *, writes):
-    return KeptSession(str(path), SessionUse(writes=writes))
+    return KeptSession(RunOptions(session=str(path), session_ro=not writes))
 
 
 CALLS = {

@@ -146,7 +146,7 @@ def test_repair_keeps_the_damaged_session_and_says_what_is_lost(path, capfd):
 
 
 def test_repair_does_not_replace_what_was_saved_meanwhile(path, capfd, monkeypatch):
-    from kvrt.cli.session import repair
+    from kvrt.cli.session import copies
 
     def saved_meanwhile(at):
         left = repaired(at)
@@ -154,7 +154,7 @@ def test_repair_does_not_replace_what_was_saved_meanwhile(path, capfd, monkeypat
         return left
 
     flip(path, session.read_manifest(path).groups[0].blocks[2].offset + 400)
-    monkeypatch.setattr(repair, "repaired", saved_meanwhile)
+    monkeypatch.setattr(copies, "repaired", saved_meanwhile)
     assert main(["repair", str(path)]) == 1
     assert "another process has changed it meanwhile" in capfd.readouterr().err
     assert_equal(session.read(path), plain(n_cells=(40,), seed=3))

@@ -9,7 +9,7 @@ import pytest
 from kvrt import CacheConfig, MaskSpec, Runtime, SelfExtend
 from kvrt.errors import SessionMismatch
 from kvrt.session.change import edit
-from kvrt.session.interop import llama_read, mlx_read, mlx_write
+from kvrt.session.interop import llama, mlx
 from kvrt.session.interop.rotated_keys import with_rotated_keys
 from tests.numpy_device.device import compiled
 from tests.session.llama_bytes import written
@@ -70,7 +70,7 @@ def test_a_file_of_llama_cpp_is_that_of_the_other_frame(tmp_path):
     read, write = (snapshot(model, x, n=60) for x in ("read", "write"))
     path.write_bytes(written(read, model.groups, whole=False))
     assert len(path.read_bytes()) == len(written(write, model.groups, whole=False))
-    found = llama_read.read(path, write.fingerprint, model.groups, arch="llama", n_vocab=64)
+    found = llama.read(path, write.fingerprint, model.groups, arch="llama", n_vocab=64)
     assert np.abs(keys(found, 0) - keys(write, 0)).max() <= 1e-5
     at = Runtime(model, CacheConfig(n_ctx=512, block_size=32, n_ubatch=64))
     at.restore(found)
@@ -79,16 +79,16 @@ def test_a_file_of_llama_cpp_is_that_of_the_other_frame(tmp_path):
     at.restore(write)
     assert np.abs(np.asarray(logits) - np.asarray(at.append([1, 2, 3]))).max() < 1e-3
     with pytest.raises(SessionMismatch, match="use rope='write'"):
-        llama_read.read(path, read.fingerprint, model.groups, arch="llama", n_vocab=64)
+        llama.read(path, read.fingerprint, model.groups, arch="llama", n_vocab=64)
 
 
 def test_a_prompt_cache_of_mlx_is_too(tmp_path):
     model, path = ToyLm(), tmp_path / "x.safetensors"
     read, write = (snapshot(model, x, n=50) for x in ("read", "write"))
     file = io.BytesIO()
-    mlx_write.write(file, read, model.groups, arch="llama")
+    mlx.write(file, read, model.groups, arch="llama")
     path.write_bytes(file.getvalue())
-    found = mlx_read.read(path, write.fingerprint, model.groups, arch="llama", n_vocab=64)
+    found = mlx.read(path, write.fingerprint, model.groups, arch="llama", n_vocab=64)
     assert np.abs(keys(found, 0) - keys(write, 0)).max() <= 1e-5
 
 
@@ -98,7 +98,7 @@ def test_types_that_a_runtime_keeps_as_bits_are_written_and_read(tmp_path, dtype
     model, path = toy(layout="norm"), tmp_path / "x.bin"
     held = snapshot(model, "write", dtype, n=20)
     path.write_bytes(written(held, model.groups, whole=False))
-    found = llama_read.read(path, held.fingerprint, model.groups, arch="llama", n_vocab=64)
+    found = llama.read(path, held.fingerprint, model.groups, arch="llama", n_vocab=64)
     config = CacheConfig(n_ctx=512, block_size=32, n_ubatch=64, type_k=dtype, type_v=dtype)
     logits = []
     for x in (held, found):

@@ -14,7 +14,7 @@ import numpy as np
 from kvrt import CacheConfig, Runtime, session
 from kvrt.errors import KvrtError
 from kvrt.program.mesh import MeshSpec
-from kvrt.session.orbax import parts
+from kvrt.session.orbax import write as orbax_write
 from tests.toys import ToyLm
 
 CONFIG = CacheConfig(n_ctx=64, n_ubatch=8, block_size=4, type_k="f32", type_v="f32")
@@ -35,11 +35,11 @@ def main(port, index, folder):
     if index == 0:
         session.save(folder / "whole.kv", whole)
     many.append([1, 2])
-    newer, write = many.snapshot(divided=True), parts.write.write_own_shards
+    newer, write = many.snapshot(divided=True), orbax_write.write_own_shards
     if index == 1:
-        parts.write.write_own_shards = no_room
+        orbax_write.write_own_shards = no_room
     found["no_room"] = said(session.save, path, newer)
-    parts.write.write_own_shards = write
+    orbax_write.write_own_shards = write
     found["refused"] = said(session.save, path, newer, before=refuse)
     # A folder whose lead cannot even begin.
     (folder / "mine").mkdir(exist_ok=True)

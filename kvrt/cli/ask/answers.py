@@ -1,36 +1,37 @@
-"""Answers to questions, written one after the other."""
+"""Questions behind a text that is held, and their answers, written one after the other."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvrt import Runtime
 from kvrt.cli.flags.session_files import AskOptions
 from kvrt.cli.process import output
 from kvrt.cli.process.interrupt import Interrupt
 from kvrt.cli.report import summary
-from kvrt.cli.report.exactness import exactness_lines
-from kvrt.cli.run.generation import Generation, Reading
-from kvrt.cli.setup.model import await_programs
-from kvrt.cli.setup.weights import WeightsChoice
+from kvrt.cli.report.summary import exactness_lines
+from kvrt.cli.run.conversation import Conversation
+from kvrt.cli.run.generation import Reading
 from kvrt.errors import CacheFull
-from kvrt_models.load import Opened
+from kvrt.session import OpenedSession
 from kvrt_models.tokenizer.encode import Tokenizer
 
 
-class Answers:
-    """Writes the answers of one call."""
+class Asking(Conversation):
+    """Questions that each stand behind the same text."""
+
+    options: AskOptions
 
     def __init__(
-        self, options: AskOptions, model: Opened, weights: WeightsChoice, questions: Sequence[str]
+        self, options: AskOptions, questions: Sequence[str], like: OpenedSession | None = None
     ):
-        """Nothing is written yet."""
-        self._options, self._model, self._weights = options, model, weights
+        """Opens the model; a question is encoded by itself, so that what is held stays."""
+        super().__init__(options, like)
         self._questions = questions
+        self._ids = question_ids(questions, self.model.tokenizer)
+        self._longest = max(map(len, self._ids))
 
-    def write(
+    def answer(
         self,
         i: int,
-        runtime: Runtime,
         reading: Reading,
         interrupt: Interrupt,
         more: Mapping[str, Any] | None = None,
@@ -39,7 +40,6 @@ class Answers:
 
         Args:
           i: which of the questions.
-          runtime: where the question stands last.
           reading: what was read.
           interrupt: ends it between two tokens.
           more: further fields of --json.
@@ -47,51 +47,54 @@ class Answers:
         Raises:
           BadLogits, CacheFull: they ended it; the answer so far is written.
         """
-        options = self._options
-        if reading.whole:
-            await_programs(runtime, quiet=options.quiet)
+        options, question = self.options, self._questions[i]
         if options.questions is not None and not (options.quiet or options.json):
-            output.write_text(f"> {self._questions[i]}\n")
-        note = self._weights.note(self._model)
-        job = Generation(options, self._model, runtime, reading, note)
-        reason = job.run(interrupt)
+            output.write_text(f"> {question}\n")
         last = i == len(self._questions) - 1
-        end_answer(options, job.outcome(reason), self._questions[i], more, last=last)
-        if job.failed is not None:
-            raise job.failed
+        reason = write_answer(self, reading, interrupt, question, more=more, last=last)
         if reason == "interrupted":
             return interrupt.exit_code
         if reason == "context_full" and options.n_predict != -2:
             raise CacheFull(
-                f"the context is full at question {i + 1}: {runtime.config.n_ctx:,} cells hold "
-                "the session, the question and the answer; raise -c"
+                f"the context is full at question {i + 1}: {self.runtime.config.n_ctx:,} cells "
+                "hold the session, the question and the answer; raise -c"
             )
         return 0
 
 
-def end_answer(
-    options: AskOptions,
-    outcome: summary.Outcome,
+def write_answer(
+    talk: Conversation,
+    reading: Reading,
+    interrupt: Interrupt,
     question: str,
-    more: Mapping[str, Any] | None = None,
     *,
+    more: Mapping[str, Any] | None = None,
     last: bool = True,
-) -> None:
-    """Ends an answer, whose text is written already unless --json is given.
+) -> str:
+    """Writes what follows a question that was read, and its numbers; returns why it ended.
 
     Tokens that were dropped are told with --quiet too.
+
+    Raises:
+      BadLogits: they ended it; the answer so far is written.
     """
+    job = talk.generation(reading)
+    reason = job.run(interrupt)
+    outcome = job.outcome(reason)
     lines = exactness_lines(outcome.approximations)
-    if options.json:
+    if job.options.json:
         output.write_text(summary.outcome_json(outcome, question=question, more=more) + "\n")
     else:
         output.write_text("\n" if last else "\n\n")
         lines = [*summary.summary(outcome)[:2], *lines]
     dropped = [x for x in outcome.approximations if x.n_dropped]
-    if lines and not options.quiet:
+    if lines and not talk.quiet:
         output.note("\n".join(lines))
     elif dropped:
         output.warn(f"the answer is {dropped[0].line}; raise -c to keep them")
+    if job.failed is not None:
+        raise job.failed
+    return reason
 
 
 def question_ids(questions: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:

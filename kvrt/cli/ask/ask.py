@@ -1,24 +1,42 @@
-"""`kvrt ask`: questions after the text of a session, or after chunks that were computed alone."""
+"""`kvrt ask`: questions after the text of a session, which stays as it is, or after chunks."""
 
+import functools
+import os
+import time
+from pathlib import Path
+
+from kvrt import session
+from kvrt.cli.ask.answers import Asking
 from kvrt.cli.ask.chunk_ask import ask_chunks
-from kvrt.cli.ask.session_ask import ask_session
 from kvrt.cli.flags.session_files import AskOptions
+from kvrt.cli.process import output
+from kvrt.cli.process.interrupt import Interrupt
+from kvrt.cli.process.startup import ready
+from kvrt.cli.report import phrases
+from kvrt.cli.report.summary import reused_part
 from kvrt.cli.run import prompt
+from kvrt.cli.run.generation import Reading
+from kvrt.cli.session.open_session import check_fits, follow
 from kvrt.errors import UsageError
+from kvrt.runtime.session_file import restore_sequence
+from kvrt.session import OpenedSession
+from kvrt.session.io import open_existing
 
 
 def execute(options: AskOptions) -> int:
-    """Runs the command and returns its exit code.
-
-    Raises:
-      KvrtError: what keeps it from starting, or ended it; answers so far are written.
-    """
+    """Runs the command and returns its exit code; raises KvrtError."""
     if options.schema is not None:
-        from kvrt.cli.schema import serve
+        from kvrt.cli.ask.modules import ask_modules
 
-        return serve.execute(options)
+        return ask_modules(options)
     questions = _questions(options)
-    return (ask_chunks if options.chunk else ask_session)(options, questions)
+    if options.chunk:
+        return ask_chunks(options, questions)
+    assert options.session is not None
+    _check_order(options)
+    opened = open_existing(Path(options.session)).choose(options.seq, name="--seq")
+    with ready(options):
+        return SessionAsker(follow(options, opened.manifest), opened, questions).run()
 
 
 def _questions(options: AskOptions) -> list[str]:
@@ -31,3 +49,80 @@ def _questions(options: AskOptions) -> list[str]:
     if not found:
         raise UsageError("the question is empty; give at least one character")
     return found
+
+
+def _check_order(options: AskOptions) -> None:
+    """Refuses a question before its session, which is no file where the question is one."""
+    first, second = options.session or "", options.question or ""
+    if second and os.path.exists(second) and not os.path.exists(first):
+        raise UsageError(
+            f"{first}: no such session, but {second} is there; the session comes first: "
+            f"kvrt ask {second} {first!r}"
+        )
+
+
+class SessionAsker(Asking):
+    """A session in memory, and questions that each start from it."""
+
+    def __init__(self, options: AskOptions, opened: OpenedSession, questions: list[str]):
+        """Everything that can be refused without the weights is refused here."""
+        super().__init__(options, questions, opened)
+        self._opened, self._held = opened, opened.held[1].tolist()
+        said = opened.manifest.policies.get(opened.seq_id)
+        self.follow_policy(said, self._held, opened.path)
+        check = functools.partial(check_fits, opened, self.model)
+        n_prompt = len(self._held) + self._longest
+        self.open_runtime(self._held + self._ids[0], check, n_prompt)
+
+    def run(self) -> int:
+        """Answers all questions in their order; returns the exit code."""
+        self.compile(self._longest)
+        start = time.perf_counter()
+        with output.waiting("reading the session", not self.quiet):
+            self._snapshot = session.read(self._opened)
+            self._restore()
+        seconds = time.perf_counter() - start
+        self._end = self.runtime.seq_pos_max() + 1
+        self._counts = self._upkeep()
+        if not self.quiet:
+            n = len(self._held)
+            opened, select = self._opened, self.runtime.config.select
+            output.note(
+                f"{opened.path}: {phrases.counted(n, 'token')} restored in {seconds:.2f} s"
+                f"{phrases.sampled_by(opened.manifest, opened.seq_id, select)}"
+            )
+        with Interrupt() as interrupt:
+            return self._answer_all(interrupt)
+
+    def _answer_all(self, interrupt: Interrupt) -> int:
+        for i, ids in enumerate(self._ids):
+            if i:
+                self._back()
+            reading = Reading(
+                ids=self._held + ids,
+                n_restored=len(self._held),
+                reused=reused_part(self.runtime.n_exact(), "session"),
+                since=self.runtime.stats(),
+                spans=[(len(self._held), len(self._held) + len(ids))],
+            )
+            reading.run(self.runtime, interrupt, quiet=self.quiet)
+            code = self.answer(i, reading, interrupt)
+            if code:
+                return code
+        return 0
+
+    def _back(self) -> None:
+        """To the end of the session: by removing what came after it, if nothing else went."""
+        runtime = self.runtime
+        if self._upkeep() == self._counts and runtime.can_remove(0, self._end):
+            runtime.seq_rm(0, self._end)
+        else:
+            self._restore()
+            self._counts = self._upkeep()
+
+    def _restore(self) -> None:
+        restore_sequence(self.runtime, self._opened, self._snapshot)
+
+    def _upkeep(self) -> tuple[int, int, int]:
+        stats = self.runtime.stats()
+        return stats.n_dropped, stats.n_defrag, stats.n_extend

@@ -6,18 +6,16 @@ import time
 import jax
 
 from kvrt import Blended, BlendSpec, CachedChunk
-from kvrt.cli.ask.answers import Answers, question_ids
-from kvrt.cli.chunks.files import ChunkFile, blended_part, joined, open_chunk
-from kvrt.cli.chunks.reader import ChunkReader
+from kvrt.cli.ask.answers import Asking
+from kvrt.cli.ask.chunks import ChunkFile, ChunkReader, blended_part, joined, open_chunk
 from kvrt.cli.flags.session_files import AskOptions
-from kvrt.cli.process import output, status
+from kvrt.cli.process import output
 from kvrt.cli.process.interrupt import Interrupt
+from kvrt.cli.process.startup import ready
 from kvrt.cli.run.generation import Reading
 from kvrt.cli.run.prompt import chunk_lead
 from kvrt.cli.session.open_session import check_fits, follow
-from kvrt.cli.setup.model import compile_programs, open_with_status
-from kvrt.cli.setup.open_runtime import open_runtime, ready
-from kvrt.cli.setup.weights import choose_weights
+from kvrt.cli.setup.model import choose_weights
 from kvrt.errors import BadSession, CacheFull, UsageError
 from kvrt.options.cache import CacheConfig
 from kvrt.policies import AnyPolicy, ScoredPolicy
@@ -41,7 +39,7 @@ def ask_chunks(options: AskOptions, questions: list[str]) -> int:
         return ChunkAsker(_followed(options, files), files, questions, store).run()
 
 
-class ChunkAsker:
+class ChunkAsker(Asking):
     """Chunks, and questions that each stand behind all of them."""
 
     def __init__(
@@ -52,53 +50,36 @@ class ChunkAsker:
         store: ChunkStore | None,
     ):
         """Everything that can be refused without the weights is refused here."""
-        self._options, self._files = options, files
+        opened = [x.opened for x in files if x.opened is not None]
+        super().__init__(options, questions, opened[0] if opened else None)
+        for x in opened[1:]:
+            choose_weights(self.weights.dtype, x)
+        self._files = files
         self._spec = BlendSpec(
             ratio=options.ratio, check_layer=options.check_layer, auto_ratio=options.auto_ratio
         )
-        opened = [x.opened for x in files if x.opened is not None]
-        weights = choose_weights(options.dtype, opened[0] if opened else None)
-        for x in opened[1:]:
-            choose_weights(weights.dtype, x)
-        self._model = open_with_status(
-            options.model,
-            dtype=weights.dtype,
-            on_host=options.mesh is not None,
-            quiet=options.quiet,
-            window_sinks=options.window_sinks,
-        )
-        self._lead = chunk_lead(self._model.tokenizer)
-        tokens = [x.tokens(self._lead, self._model.tokenizer).tolist() for x in files]
+        self._lead = chunk_lead(self.model.tokenizer)
+        tokens = [x.tokens(self._lead, self.model.tokenizer).tolist() for x in files]
         self._named = list(zip(files, tokens, strict=True))
         self._chunks = list[CachedChunk | StoredChunk]()
         self._held = joined(tokens, len(self._lead))
-        self._ids = question_ids(questions, self._model.tokenizer)
-        self._longest = max(map(len, self._ids))
         if options.n_ctx:
             self._check_room(options.n_ctx)
-        self._runtime = open_runtime(
-            options,
-            self._model,
-            self._held + self._ids[0],
-            self._check,
-            n_prompt=len(self._held) + self._longest,
-            quiet=options.quiet,
-        )
-        check_spec(len(files), self._model.spec.n_layers, self._spec)
-        self._reader = ChunkReader(self._runtime, store, self._lead, strict=options.strict)
-        self._answers = Answers(options, self._model, weights, questions)
+        n_prompt = len(self._held) + self._longest
+        self.open_runtime(self._held + self._ids[0], self._check, n_prompt)
+        check_spec(len(files), self.model.spec.n_layers, self._spec)
+        self._reader = ChunkReader(self.runtime, store, self._lead, strict=options.strict)
 
     def run(self) -> int:
         """Answers all questions in their order; returns the exit code."""
-        runtime, quiet = self._runtime, self._options.quiet
-        compile_programs(runtime, self._model, self._options, self._longest, quiet=quiet)
-        with status.waiting("reading chunks", not quiet):
+        self.compile(self._longest)
+        with output.waiting("reading chunks", not self.quiet):
             self._chunks = [self._reader.open(*x) for x in self._named]
         with Interrupt() as interrupt:
             return self._answer_all(interrupt)
 
     def _answer_all(self, interrupt: Interrupt) -> int:
-        runtime, quiet = self._runtime, self._options.quiet
+        runtime = self.runtime
         for i, ids in enumerate(self._ids):
             runtime.clear()
             before, start = runtime.stats(), time.perf_counter()
@@ -115,9 +96,9 @@ class ChunkAsker:
                 reused=blended_part([ids for _, ids in self._named], blended.ratio),
                 since=before,
             )
-            if not quiet and not i:
+            if not self.quiet and not i:
                 output.note(self._said(blended))
-            code = self._answers.write(i, runtime, reading, interrupt, self._fields(blended))
+            code = self.answer(i, reading, interrupt, self._fields(blended))
             if code:
                 return code
         return 0
@@ -125,13 +106,13 @@ class ChunkAsker:
     def _blended(self, ids: list[int]) -> Blended:
         """The chunks and a question; damaged chunks are mended first, or refused."""
         try:
-            found = self._runtime.blend(self._chunks, ids, self._spec)
+            found = self.runtime.blend(self._chunks, ids, self._spec)
         except BadSession:
             both = zip(self._chunks, self._named, strict=True)
             self._chunks = [
                 self._reader.read(*named) if isinstance(x, StoredChunk) else x for x, named in both
             ]
-            found = self._runtime.blend(self._chunks, ids, self._spec)
+            found = self.runtime.blend(self._chunks, ids, self._spec)
         # All questions get the ratio of the first: later ones find the chunks in memory.
         self._spec = dataclasses.replace(self._spec, ratio=found.ratio, auto_ratio=False)
         return found
@@ -143,7 +124,7 @@ class ChunkAsker:
                 "blended whole; use none, or one by position"
             )
         for x in (file.opened for file in self._files if file.opened is not None):
-            check_fits(x, self._model, config)
+            check_fits(x, self.model, config)
             tokens_of(x, self._lead)
         self._check_room(config.n_ctx)
 
@@ -169,7 +150,7 @@ class ChunkAsker:
         if blended.prefill_s is None:
             return ""
         hidden = hidden_ratio(blended.load_s, blended.prefill_s)
-        least = self._options.ratio
+        least = self.options.ratio
         taken = (
             "was taken" if hidden >= least else f"is less than --ratio {least:g}, which was taken"
         )

@@ -6,8 +6,7 @@ from typing import Any
 
 from kvrt.cli.batch.digest import Digests, types_of_results
 from kvrt.cli.batch.requests import Requests
-from kvrt.cli.batch.results import Results, failed
-from kvrt.cli.batch.stored_results import Expected
+from kvrt.cli.batch.results import Expected, Results, failed
 from kvrt.cli.batch.together import first_says
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.cli.process import output
@@ -16,15 +15,11 @@ _TYPES: tuple[str, ...] = "dtype", "cache_type_k", "cache_type_v"
 
 
 def execute(options: BatchOptions) -> int:
-    """Runs the command and returns its exit code: 1 where a request failed.
-
-    Raises:
-      KvrtError: what keeps it from starting, or ended it; results so far are written.
-    """
+    """Runs the command and returns its exit code: 1 where a request failed; raises KvrtError."""
     if options.coordinator is None:
         return _execute(options)
     # Late: for a single process, results that are there need no JAX.
-    from kvrt.cli.setup.open_runtime import ready
+    from kvrt.cli.process.startup import ready
 
     with ready(options):
         return _execute(options)
@@ -78,7 +73,7 @@ def _types(options: BatchOptions) -> dict[str, Any]:
     # Late: results that are there need no JAX.
     from kvrt.cli.process import startup
     from kvrt.cli.setup.config import kv_dtypes
-    from kvrt.cli.setup.weights import choose_weights
+    from kvrt.cli.setup.model import choose_weights
 
     startup.check_device()
     dtype = options.dtype or choose_weights(None).dtype

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, get_args
 
 import xxhash
 
-from kvrt.cli.batch.request_line import MAX_LINE_BYTES, Asked, Wrong
-from kvrt.cli.flags.context import BY_POSITION
+from kvrt.cli.batch.requests import MAX_LINE_BYTES, Asked, Wrong
+from kvrt.cli.flags.groups import BY_POSITION
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.errors import UsageError, reason
 from kvrt.files import regular

@@ -4,40 +4,76 @@ import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvrt import DraftModel, Runtime
 from kvrt.cli.batch import progress, together
-from kvrt.cli.batch.passed_over import passed_over
+from kvrt.cli.batch.chunks import RequestChunks
+from kvrt.cli.batch.progress import passed_over
 from kvrt.cli.batch.requests import RequestEntry, Requests
 from kvrt.cli.batch.results import Results
 from kvrt.cli.batch.server import AnswerLimits, Server
-from kvrt.cli.chunks.requests import RequestChunks
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.cli.flags.session_files import BlendFlags
-from kvrt.cli.process import devices, output, startup, status
+from kvrt.cli.process import output, startup
 from kvrt.cli.process.interrupt import Interrupt
-from kvrt.cli.report import metrics
-from kvrt.cli.setup.config import cache_config
-from kvrt.cli.setup.drafter import open_draft_model
-from kvrt.cli.setup.engine import engine_config
-from kvrt.cli.setup.model import open_with_status
-from kvrt.cli.setup.open_runtime import choosing, ready
-from kvrt.cli.setup.policy import layers_of_spec, policy_of_batch
-from kvrt.cli.setup.sampling import named_drafter
-from kvrt.cli.setup.weights import WeightsChoice, choose_weights
+from kvrt.cli.process.startup import choosing, ready
+from kvrt.cli.setup.config import cache_config, layers_of_spec, named_drafter, policy_of_batch
+from kvrt.cli.setup.model import WeightsChoice, choose_weights, open_draft_model, open_with_status
+from kvrt.drafts.drafter import Speculation
+from kvrt.drafts.prompt_lookup import PromptLookup
 from kvrt.errors import KvrtError, UsageError
 from kvrt.kv_types import described
 from kvrt.options.cache import CacheConfig
-from kvrt.options.engine import EngineConfig
+from kvrt.options.engine import EngineConfig, SessionDir
 from kvrt.options.option import flags_of
+from kvrt.options.serving import Rules, TierConfig
 from kvrt.policies import ScoredPolicy, by_position
 from kvrt.serving.engine import Engine
 from kvrt.serving.metrics import EngineStats
 from kvrt.serving.sizing import budget
 from kvrt_models.load import Opened
 from kvrt_models.spec import DecoderSpec
+
+
+def engine_config(options: BatchOptions, identity: Mapping[str, str]) -> EngineConfig:
+    """How an engine serves, as the flags ask for it.
+
+    Args:
+      options: of batch.
+      identity: of the model.
+
+    Raises:
+      BadConfig: a value is none that an engine can have.
+    """
+    return EngineConfig(
+        rules=Rules(**options.part(Rules)),
+        # A flag that looks further back is meant for every line.
+        n_recent=max(options.n_recent, options.repeat_last_n),
+        tiers=None if options.host_cache is None else TierConfig(**options.part(TierConfig)),
+        sessions=_sessions(options),
+        speculation=_speculation(options),
+        identity=identity,
+        **options.part(EngineConfig),
+    )
+
+
+def _speculation(options: BatchOptions) -> Speculation | None:
+    """Drafts that requests bring to the steps in which they decode; a model is opened later."""
+    if options.draft is None:
+        return None
+    drafter = named_drafter(options.draft) or PromptLookup()
+    return Speculation(drafter=drafter, n_draft=options.n_draft)
+
+
+def _sessions(options: BatchOptions) -> SessionDir | None:
+    """The folder that requests begin from."""
+    if options.session_dir is None:
+        return None
+    tell = None if options.quiet else output.note
+    return SessionDir(tell=tell, **options.part(SessionDir))
+
 
 _METRICS_S = 5.0  # between two times that --metrics is written
 
@@ -67,18 +103,12 @@ class BatchRun:
     ):
         """Everything that can be refused without the weights is refused here."""
         self._options, self._results = options, results
-        self._metrics_clock, self._warned = status.Every(_METRICS_S), False
+        self._metrics_clock, self._warned = output.Every(_METRICS_S), False
         # The scheduler weighs priorities of those it knows of; the first of all come first.
         self._todo = deque(sorted(todo, key=lambda e: e.priority))
         self._n_before, self._n_bad = len(results.done), len(requests.bad)
         self._weights = _weights(options)
-        self._model = open_with_status(
-            options.model,
-            dtype=self._weights.dtype,
-            on_host=options.mesh is not None,
-            quiet=options.quiet,
-            window_sinks=options.window_sinks,
-        )
+        self._model = open_with_status(options, self._weights.dtype, quiet=options.quiet)
         self._engine, self._drafter = _open_engine(options, self._model)
         self._chunks = None
         if _name_chunks(options, todo):
@@ -108,7 +138,7 @@ class BatchRun:
 
     def _run(self) -> int:
         counts, quiet = self._server.counts, self._options.quiet
-        with status.waiting("reading weights", not quiet):
+        with output.waiting("reading weights", not quiet):
             for programs in self._programs:
                 programs.bind(self._model.wait().decoder)
             if self._drafter is not None:
@@ -184,7 +214,7 @@ class BatchRun:
                 lines += [others] if others else []
             output.note("\n".join(lines))
         if options.stats:
-            output.note(metrics.metrics_table(stats).rstrip("\n"))
+            output.note(progress.metrics_table(stats).rstrip("\n"))
         self._write_metrics(stats)
 
 
@@ -218,7 +248,7 @@ def _open_engine(
 
     With it a model that drafts, and its runtime, if the flags name one.
     """
-    spec, mesh = model.spec, devices.mesh(options)
+    spec, mesh = model.spec, startup.mesh(options)
     config = cache_config(options, spec.n_ctx_train)
     serving = engine_config(options, model.identity).fitted(config)
     policy = policy_of_batch(options, spec)

@@ -5,13 +5,25 @@ import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
-from kvrt.cli.process import output, status
-from kvrt.cli.report.phrases import compiled, nan_scores, token_noun
+from kvrt.cli.process import output
+from kvrt.cli.report import tables
+from kvrt.cli.report.phrases import compiled, counted, nan_scores
+from kvrt.cli.setup.model import OF_OLDER, weight_type
+from kvrt.errors import KvrtError
 from kvrt.options.size import show_size
 from kvrt.serving.metrics import EngineStats
+from kvrt.session import fingerprint, io
+from kvrt.session.fingerprint import Fingerprint
+from kvrt.session.library.library import Library
+from kvrt.session.library.stored import Entry, is_as_added
 
 _BAR_S = 0.1  # between two updates of a bar
+_WEIGHTS, _TYPE = "model.weights", f"model.{fingerprint.WEIGHT_TYPE}"
+_CACHE = {"type_k": "--cache_type_k", "type_v": "--cache_type_v"}
+_SHOWN = 2
 
 
 @dataclasses.dataclass
@@ -66,10 +78,16 @@ def progress_of(n_requests: int, *, to_stdout: bool) -> Iterator[Show]:
         if to_stdout:
             yield lambda counts, stats: None
         else:
-            with _bar(n_requests) as show:
+            with output.bar("requests", n_requests, "compiling the first step") as bar:
+                often = output.Every(_BAR_S)
+
+                def show(counts: BatchCounts, stats: Callable[[], EngineStats]) -> None:
+                    if often.due():
+                        bar(counts.n_done, _state(counts, stats()))
+
                 yield show
         return
-    clock = status.Every(status.LINE_S)
+    clock = output.Every(output.LINE_S)
 
     def line(counts: BatchCounts, stats: Callable[[], EngineStats]) -> None:
         if clock.due():
@@ -88,28 +106,6 @@ def _state(counts: BatchCounts, stats: EngineStats) -> str:
 
 def _hits(stats: EngineStats) -> str:
     return f"{100 * stats.hit_rate:.1f} %"
-
-
-@contextlib.contextmanager
-def _bar(n_requests: int) -> Iterator[Show]:
-    from rich import progress
-
-    columns = (
-        progress.TextColumn("requests"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TextColumn("{task.fields[said]}"),
-        progress.TimeElapsedColumn(),
-    )
-    with progress.Progress(*columns, console=output.console(), transient=True) as bars:
-        task = bars.add_task("", total=n_requests, said="compiling the first step")
-        clock = status.Every(_BAR_S)
-
-        def show(counts: BatchCounts, stats: Callable[[], EngineStats]) -> None:
-            if clock.due():
-                bars.update(task, completed=counts.n_done, said=_state(counts, stats()))
-
-        yield show
 
 
 def batch_summary(
@@ -132,7 +128,7 @@ def batch_summary(
     n, rate = counts.n_sampled, f", {counts.rate}" if counts.rate else ""
     lines = [
         f"requests   {counts.n_done:,} done{failed}{before}{left}",
-        f"generated  {n:,} {token_noun(n)} in {counts.seconds:.2f} s{rate}",
+        f"generated  {counted(n, 'token')} in {counts.seconds:.2f} s{rate}",
         compiled(counts.n_compiles, counts.compile_s, counts.n_from_disk),
         *([f"attention  {stats.attention}"] if stats.attention else []),
         f"cache      {stats.prefix['hit']:,} of {stats.prefix['asked']:,} prompt tokens were "
@@ -157,7 +153,7 @@ def from_sessions(stats: EngineStats, folder: str) -> str:
 def _upkeep(stats: EngineStats) -> Iterator[str]:
     """What policies have dropped and what shortage has cost, where there was any."""
     if n := stats.drops.get("tokens", 0):
-        yield f"dropped    {n:,} {token_noun(n)} by policies, beyond the context of their requests"
+        yield f"dropped    {counted(n, 'token')} by policies, beyond the context of their requests"
     if stats.n_nan_scores:
         yield f"policy     {nan_scores(stats.n_nan_scores)}"
     lost = stats.sequences
@@ -171,3 +167,115 @@ def _upkeep(stats: EngineStats) -> Iterator[str]:
     for name, tier in stats.tiers.items():
         events = ", ".join(f"{n:,} {event}" for event, n in tier.counts.items() if n)
         yield f"{name:<10} {show_size(tier.n_bytes)}{events and ', '}{events}"
+
+
+def passed_over(folder: Path, here: Fingerprint) -> str | None:
+    """A line of a summary; None where all sessions of the folder serve, or are of other models.
+
+    Weights of another type have another digest: whether they are this model's, nobody can say.
+
+    Args:
+      folder: with an index.
+      here: the fingerprint of the engine.
+    """
+    found: Counter[str] = Counter()
+    flags: dict[str, str | None] = {fingerprint.digest(here): None}
+    # Sessions with one digest have one fingerprint, so few are opened.
+    for entry in _entries(folder):
+        if entry.fingerprint not in flags and is_as_added(entry):
+            flags[entry.fingerprint] = _flags(entry.path, here)
+        if flag := flags.get(entry.fingerprint):
+            found[flag] += 1
+    if not found:
+        return None
+    shown = "; ".join(f"{n:,} with {flag}" for flag, n in found.most_common(_SHOWN))
+    more = f"; {len(found) - _SHOWN:,} more settings" if len(found) > _SHOWN else ""
+    n = found.total()
+    were = "session there was" if n == 1 else "sessions there were"
+    return f"{'':11}{n:,} {were} passed over; of this model they serve {shown}{more}"
+
+
+def _entries(folder: Path) -> tuple[Entry, ...]:
+    """What the index has; nothing if it was damaged since the engine began, for all are served."""
+    try:
+        return Library(folder).entries()
+    except KvrtError:
+        return ()
+
+
+def _flags(path: Path, here: Fingerprint) -> str | None:
+    """Flags with which a session would serve; None where no flags would do, or it is damaged."""
+    try:
+        said = io.open_session(path, is_use=False).manifest.fingerprint
+        weights = weight_type(path, said) or OF_OLDER
+    except (OSError, KvrtError):
+        return None
+    other = fingerprint.differences(said, here)
+    if not set(other) <= {_WEIGHTS, _TYPE, *_CACHE, "hadamard"}:
+        return None
+    wanted = []
+    if _WEIGHTS in other:
+        if weights == here["model"].get(fingerprint.WEIGHT_TYPE):
+            return None  # of another model
+        wanted.append(f"--dtype {weights}")
+    wanted += [f"{flag} {_listed(said[name])}" for name, flag in _CACHE.items() if name in other]
+    if "hadamard" in other:
+        wanted.append("--hadamard" if said["hadamard"] else "--nohadamard")
+    return " ".join(wanted) or None
+
+
+def _listed(types: Any) -> str:
+    return types if isinstance(types, str) else ",".join(types)
+
+
+def metrics_table(stats: EngineStats) -> str:
+    """An engine's stats as a table, ending with a newline."""
+    return tables.table(("", ""), rows(stats))
+
+
+def rows(stats: EngineStats) -> Iterator[tuple[str, str]]:
+    """Names and values; what never happened is left out."""
+    tokens, prefix, lost = stats.tokens, stats.prefix, stats.sequences
+    seconds = stats.seconds
+    yield "steps", f"{stats.n_steps:,} in {seconds:.1f} s"
+    yield "prompt tokens prefilled", f"{tokens['prompt']:,}"
+    rate = f", {tokens['sampled'] / seconds:.1f} a second" if seconds else ""
+    yield "tokens generated", f"{tokens['sampled']:,}{rate}"
+    if stats.attention:
+        yield "attention", str(stats.attention)
+    for reason, n in stats.finished.items():
+        if n:
+            yield f"ended: {reason}", f"{n:,}"
+    if prefix["asked"]:
+        yield "prefix hits", f"{_part(prefix['hit'], prefix['asked'])} of prompt tokens"
+    if prefix["asked_again"]:
+        again = _part(prefix["hit_again"], prefix["asked_again"])
+        yield "prefix hits of preempted sequences", f"{again} of their tokens"
+    for what in ("forked", "preempted", "offloaded"):
+        if lost[what]:
+            yield what, f"{lost[what]:,}"
+    if stats.reads.get("read_once"):
+        once, spared = stats.reads["read_once"], stats.reads["not_read_again"]
+        yield "shared tokens read once", f"{once:,} in place of {once + spared:,}"
+    events = {"rounds of SelfExtend": stats.n_extend, "scores that were NaN": stats.n_nan_scores}
+    yield from ((what, f"{n:,}") for what, n in events.items() if n)
+    for i, pool in enumerate(stats.pools):
+        name = f"pool {i}" if len(stats.pools) > 1 else "cache"
+        used = _part(pool.n_units - pool.n_free, pool.n_units)
+        yield f"{name} in use", f"{used}, {pool.n_cached:,} more cached"
+        if pool.n_evicted:
+            yield f"{name} evicted", f"{pool.n_evicted:,}"
+    if kept := stats.checkpoints:
+        lost = f", {kept.n_evicted:,} evicted" if kept.n_evicted else ""
+        yield "context checkpoints", f"{kept.n:,} in {kept.n_bytes / 2**20:,.1f} MiB{lost}"
+    for name, tier in stats.tiers.items():
+        events = ", ".join(f"{n:,} {event}" for event, n in tier.counts.items() if n)
+        yield name, f"{tier.n_bytes / 2**20:,.1f} MiB{events and ': '}{events}"
+    for what, found in stats.residency.items():
+        if found["count"]:
+            mean = found["sum"] / found["count"]
+            yield f"blocks: {what.replace('_', ' ')}", f"{mean:.3g} s, at most {found['max']:.3g} s"
+
+
+def _part(n: int, of: int) -> str:
+    return f"{n:,} of {of:,} ({n / of:.1%})" if of else "0"

@@ -6,18 +6,187 @@ its number and fails alone.
 """
 
 import dataclasses
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from typing import BinaryIO
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, BinaryIO, Literal, NoReturn
 
-from kvrt.cli.batch.request_line import MAX_LINE_BYTES, Asked, Id, Parser, Wrong
+import msgspec
+from msgspec import UNSET, Meta
+
+from kvrt.cli.flags import other_names
 from kvrt.cli.flags.serving import BatchOptions
+from kvrt.config import MAX_SEQUENCES
 from kvrt.errors import UsageError, reason
+from kvrt.files.typed_json import shown_json, typed
+from kvrt.options.option import flags_of
+from kvrt.whole_numbers import Count, Long, Real
 
+MAX_LINE_BYTES = 1 << 24
+_MOST_PRIORITY = 1 << 20
+
+Id = Annotated[str, Meta(min_length=1, max_length=256)] | Long  # of a request, as its line has it
+_Text = Annotated[str, Meta(min_length=1)]
+_Path = Annotated[str, Meta(min_length=1, max_length=4096)]
+_Samples = Annotated[int, Meta(ge=1, le=MAX_SEQUENCES)]
+# Keys that no flag has, and those of `kvrt.Request` among them.
+_OWN: Mapping[str, Any] = {
+    "id": Id,
+    "prompt": _Text,
+    "tokens": Annotated[tuple[Count, ...], Meta(min_length=1)],
+    "chunks": Annotated[tuple[_Path, ...], Meta(min_length=1, max_length=256)],
+    "n": _Samples,
+    "priority": Annotated[int, Meta(ge=-_MOST_PRIORITY, le=_MOST_PRIORITY)],
+    "cache": bool,
+}
+_BEAMS: Mapping[str, Any] = {
+    "num_beams": _Samples,
+    "length_penalty": Real,
+    "early_stopping": bool | Literal["never"],
+}
+_ROOM: Mapping[str, Any] = {"quota": Annotated[int, Meta(ge=1, le=2**31 - 1)], "reserve": Count}
+_FLAGS = {x.name: x.key_type for x in flags_of(BatchOptions) if x.line is not False}
+_KEYS = {**_OWN, **_FLAGS, **_BEAMS, **_ROOM}
+_Line = msgspec.defstruct("_Line", [(name, kind, UNSET) for name, kind in _KEYS.items()])
 MAX_LINES = 1 << 24
 _STDIN = 0
+
+
+class Wrong(Exception):
+    """What is wrong with a line; `id` is the request's where it could be read."""
+
+    def __init__(self, message: str, id: Id | None = None):
+        """One line."""
+        super().__init__(message)
+        self.id = id
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A request as its line has it.
+
+    Attributes:
+      id: its name.
+      prompt: text; None where `tokens` are given.
+      tokens: ids.
+      chunks: files of texts that stand before the prompt, blended.
+      n: samples.
+      priority: lower goes first.
+      cache: whether it may use prefixes that others have computed.
+      beams: `num_beams`, `length_penalty` and `early_stopping` of `kvrt.Request`.
+      room: `quota` and `reserve` of it.
+      options: the command's flags, with those that the line says in their place.
+      given: keys that the line has.
+    """
+
+    id: Id
+    prompt: str | None = None
+    tokens: tuple[int, ...] = ()
+    chunks: tuple[str, ...] = ()
+    n: int = 1
+    priority: int = 0
+    cache: bool = True
+    beams: Mapping[str, Any]
+    room: Mapping[str, Any]
+    options: BatchOptions
+    given: frozenset[str]
+
+
+class Parser:
+    """From the bytes of a line to a request."""
+
+    def __init__(self, options: BatchOptions):
+        """With the command's flags, for what a line leaves out."""
+        self._options = options
+
+    def parse(self, data: bytes | None) -> Asked:
+        """The request; raises Wrong."""
+        if data is None:
+            raise Wrong(f"longer than {MAX_LINE_BYTES} bytes; shorten the prompt")
+        line = _object(data)
+        try:
+            name: Id = typed(Id, line.get("id"), "id")
+        except ValueError as error:
+            said = str(error) if "id" in line else str(error).replace("is null", "is missing")
+            raise Wrong(said) from error
+        try:
+            return self._asked(line)
+        except ValueError as error:
+            raise Wrong(str(error), name) from error
+
+    def _asked(self, line: dict[str, Any]) -> Asked:
+        """The request; raises ValueError."""
+        for key in line.keys() - _KEYS.keys():
+            raise ValueError(_unknown(key))
+        values = {k: x for k, x in msgspec.structs.asdict(typed(_Line, line)).items() if k in line}
+        if ("prompt" in line) == ("tokens" in line):
+            raise ValueError("either prompt or tokens is wanted")
+        flags = {k: values[k] for k in _FLAGS if k in line}
+        if "stop" in flags:
+            stop = flags["stop"]
+            flags["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        beams = {k: values[k] for k in _BEAMS if k in line}
+        if beams.get("num_beams", 1) > 1 and "temp" not in line:
+            flags["temp"] = 0.0  # the flag's is for lines that are sampled
+        options = dataclasses.replace(self._options, **flags)
+        if options.chat and "tokens" in line:
+            raise ValueError("chat needs prompt, tokens gives ids")
+        if options.chat and "chunks" in line:
+            raise ValueError(
+                "chunks stand before a prompt, and a chat template before its text; give one"
+            )
+        if options.stop and beams.get("num_beams", 1) > 1:
+            raise ValueError(
+                "stop ends a text as it is read, num_beams compares whole ones; give one"
+            )
+        return Asked(
+            **{k: values[k] for k in _OWN if k in line},
+            beams=beams,
+            room={k: values[k] for k in _ROOM if k in line},
+            options=options,
+            given=frozenset(line),
+        )
+
+
+def _unknown(key: str) -> str:
+    near = other_names.counterpart(key)
+    hint = f" (in kvrt it is {near.flag})" if near and near.flag in _KEYS else ""
+    return f"unknown key {shown_json(key)}{hint}; the keys are {', '.join(_KEYS)}"
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    """A JSON object without constants that JSON has not, and without two values of a key."""
+    try:
+        # Editors of some systems begin a file with a mark, which is none of its text.
+        found = _DECODER.decode(data.decode("utf-8-sig"))
+        json.dumps(found, ensure_ascii=False).encode()  # an escape may be half of a character
+    except UnicodeDecodeError as error:
+        raise Wrong(f"byte {error.start} is no UTF-8") from error
+    except UnicodeEncodeError as error:
+        raise Wrong("no JSON (half of a character)") from error
+    except (ValueError, RecursionError) as error:
+        raise Wrong(f"no JSON ({' '.join(str(error).split())})") from error
+    if not isinstance(found, dict):
+        raise Wrong(f"{shown_json(found)} is no JSON object")
+    return found
+
+
+def _no_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no number of JSON")
+
+
+def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"key {shown_json(key)} is given twice")
+        found[key] = value
+    return found
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant, object_pairs_hook=_pairs)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -3,27 +3,229 @@
 The samples of a request are written together, each line at once, and are on the disk before the
 next; whatever ends the process or the machine, only the end of the file can be torn, and it is cut
 off before it is resumed.
+
+A result that is there stands if it was computed from the same request, with the same model and
+flags. One of a request that was changed since is computed anew; one of another model or of other
+flags is refused unless --restart computes it anew as well. What is taken out stays in a copy of the
+former file.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from kvrt.cli.batch.request_line import MAX_LINE_BYTES, Id
-from kvrt.cli.batch.stored_results import Expected, settle_results
-from kvrt.cli.batch.torn_lines import begins_like_a_line, is_torn_write
+from kvrt.cli.batch.digest import Basis
+from kvrt.cli.batch.requests import MAX_LINE_BYTES, Id
 from kvrt.cli.process import output
 from kvrt.errors import KvrtError, UsageError, reason
 from kvrt.files import atomic, locks
+from kvrt.files.typed_json import shown_json
 
+BEGIN = b'{"id": '  # of every line of results
+_END = b'"n_cached": '  # stands near the end of one
+_TEXT = bytes(range(0x20, 0x7F)) + b"\n"  # JSON as it is written here
+_SHOWN, _N_SHOWN = 40, 5
+_PIECE = 1 << 20
+# Why a result does not stand: refused without --restart.
+_REFUSED = {
+    "model": "of another model",
+    "flags": "made with other flags",
+    "older": "without digests, as older versions wrote them",
+    "gone": "of requests that -i has not",
+}
+# Computed anew in any case.
+_ANEW = {
+    "changed": "of requests that were changed",
+    "limits": "of requests that failed under other limits",
+    "line": "of lines that were no requests",
+}
 _MAX_BYTES = 4 * MAX_LINE_BYTES
 _MODE = 0o600  # texts tell what the prompts were
-
 Record = dict[str, Any]
+
+
+def is_torn_write(data: bytes, *, n_lines: int, follows_results: bool) -> bool:
+    """Whether bytes up to the end of a file are a torn write of ours, and no one else's file.
+
+    Args:
+      data: from the first line that is not whole.
+      n_lines: that one write may have.
+      follows_results: whether whole results stand before it.
+    """
+    if b"\0" not in data or data.count(b"\n") > n_lines or data.translate(None, _TEXT + b"\0"):
+        return False
+    text = data.replace(b"\0", b"")
+    if not data.startswith(b"\0"):
+        return begins_like_a_line(data.partition(b"\0")[0])
+    return follows_results or not text or BEGIN in text or _END in text
+
+
+def begins_like_a_line(data: bytes) -> bool:
+    """Whether bytes begin like a line of results, as far as they go."""
+    return data.startswith(BEGIN) or BEGIN.startswith(data)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What results have to be of.
+
+    Attributes:
+      digests: `Basis` of each request, as text, by its id.
+      bad: by number of a line that is no request, why.
+      restart: whether those are computed anew that would be refused.
+      tell: says in a line what is computed anew.
+    """
+
+    digests: Mapping[Any, str]
+    bad: Mapping[int, str]
+    restart: bool
+    tell: Callable[[str], None]
+
+    def why_not(self, record: Mapping[str, Any]) -> str | None:
+        """Why a result does not stand; None if it does."""
+        if type(record.get("line")) is int and "error" in record:
+            return None if self.bad.get(record["line"]) == record["error"] else "line"
+        name = record["id"]
+        # A JSON true would pass for the integer 1.
+        if type(name) not in (str, int) or name not in self.digests:
+            return "gone"
+        old, new = Basis.parse(record.get("digest")), Basis.parse(self.digests[name])
+        assert new is not None, "digests of requests are well formed"
+        if old is None:
+            return "older"
+        if old.model != new.model:
+            return "model"
+        if old.flags != new.flags:
+            return "flags"
+        if old.request != new.request:
+            return "changed" if old.line != new.line else "flags"
+        return "limits" if "error" in record and old.limits != new.limits else None
+
+
+def settle_results(path: str, fd: int, expected: Expected, max_bytes: int) -> int:
+    """Takes results that do not stand out of a locked file; the descriptor to resume with.
+
+    Args:
+      path: of the file.
+      fd: its descriptor, which is closed if this raises.
+      expected: what results have to be of.
+      max_bytes: of a line. What is longer, torn or no result is left for others to judge.
+
+    Raises:
+      UsageError: some would have to be refused; the file is as it was.
+      SaveError: it cannot be written; the file is as it was.
+    """
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return fd
+        with open(fd, "rb", closefd=False) as file:
+            kept, dropped = _scan(file, expected, max_bytes)
+            real = Path(path).resolve()
+            former = next(p for p in atomic.backup_names(real) if not os.path.lexists(p))
+            refused = {why: ids for why, ids in dropped.items() if why in _REFUSED}
+            if refused and not expected.restart:
+                raise UsageError(
+                    f"-o {path}: holds {_listed(refused, _REFUSED)}; add --restart to take them "
+                    "out (what -i asks for is computed anew, the former file is kept as "
+                    f"{former}), or give another name, or the requests, model and flags that they "
+                    "are of"
+                )
+            if not dropped:
+                os.lseek(fd, 0, os.SEEK_SET)
+                return fd
+            _rewrite(real, former, file, kept)
+    except BaseException:
+        os.close(fd)
+        raise
+    os.close(fd)
+    expected.tell(
+        f"{path}: taken out: {_listed(dropped, _REFUSED | _ANEW)}; what -i asks for is computed "
+        f"anew, the former file is {former}"
+    )
+    return -1
+
+
+def _scan(
+    file: BinaryIO, expected: Expected, max_bytes: int
+) -> tuple[list[tuple[int, int]], dict[str, list[Any]]]:
+    """Stretches of bytes to keep, and by the reason the ids of what does not stand."""
+    kept: list[tuple[int, int]] = []
+    dropped: dict[str, dict[Any, None]] = {}
+    start = 0
+    while data := file.readline(max_bytes):
+        end = start + len(data)
+        record = _whole_result(data)
+        if record is None:
+            end = os.fstat(file.fileno()).st_size  # all the rest
+        why = None if record is None else expected.why_not(record)
+        if why is not None and record is not None:
+            name = record["line"] if why == "line" else json.dumps(record["id"])
+            dropped.setdefault(why, {})[name] = None
+        elif kept and kept[-1][1] == start:
+            kept[-1] = (kept[-1][0], end)
+        else:
+            kept.append((start, end))
+        start = end
+        if record is None:
+            break
+    return kept, {why: list(ids) for why, ids in dropped.items()}
+
+
+def _result(data: bytes) -> Record:
+    """A line of results; raises ValueError for anything else."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError("it is no JSON") from error
+    if not isinstance(found, dict) or not {"id", "finish_reason"} <= set(found):
+        raise ValueError("it is no result")
+    return found
+
+
+def _whole_result(data: bytes) -> Record | None:
+    """A result; None of anything else, and of what was torn."""
+    try:
+        return _result(data) if data.endswith(b"\n") else None
+    except ValueError:
+        return None
+
+
+def _rewrite(path: Path, former: Path, file: BinaryIO, kept: list[tuple[int, int]]) -> None:
+    """Copies a file to its backup, and puts the bytes that are kept in its place."""
+
+    def copy(start: int, end: int, to: int) -> None:
+        while start < end and (
+            data := atomic.read_at(file.fileno(), min(_PIECE, end - start), start)
+        ):
+            atomic.write_at(to, data, os.lseek(to, 0, os.SEEK_END))
+            start += len(data)
+
+    def whole(to: int) -> None:
+        copy(0, os.fstat(file.fileno()).st_size, to)
+
+    def rest(to: int) -> None:
+        for start, end in kept:
+            copy(start, end, to)
+
+    with atomic.told_of(path):
+        atomic.replace(former, whole)
+        atomic.replace(path, rest)
+
+
+def _listed(ids: Mapping[str, list[Any]], whys: Mapping[str, str]) -> str:
+    """How many results there are of each reason, and the ids of the first few."""
+    said = []
+    for why, names in ids.items():
+        shown = ", ".join(str(x)[:_SHOWN] for x in names[:_N_SHOWN])
+        more = f" and {len(names) - _N_SHOWN:,} more" if len(names) > _N_SHOWN else ""
+        count = "1 result" if len(names) == 1 else f"{len(names):,} results"
+        said.append(f"{count} {whys[why]} ({shown}{more})")
+    return ", ".join(said)
 
 
 def finished(
@@ -157,7 +359,7 @@ class Results:
                     break
                 record = self._parse(line, data)
                 if n_seen and record["id"] != of:
-                    raise self._foreign(line, f"request {_show(of)} before it is not whole")
+                    raise self._foreign(line, f"request {shown_json(of)} before it is not whole")
                 of, n_seen, end = record["id"], n_seen + 1, end + len(data)
                 if n_seen == self._lines_of(record):
                     self._note([record])
@@ -186,19 +388,17 @@ class Results:
 
     def _parse(self, line: int, data: bytes) -> Record:
         try:
-            record = json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise self._foreign(line, "it is no JSON") from error
-        if not isinstance(record, dict) or not {"id", "finish_reason"} <= set(record):
-            raise self._foreign(line, "it is no result")
+            record = _result(data)
+        except ValueError as error:
+            raise self._foreign(line, str(error)) from error
         name = record["id"]
         if type(record.get("line")) is int and "error" in record:
             return record
         # A JSON true would pass for the integer 1.
         if type(name) not in (str, int) or name not in self._n_samples:
-            raise self._foreign(line, f"it is of request {_show(name)}, which -i has not")
+            raise self._foreign(line, f"it is of request {shown_json(name)}, which -i has not")
         if name in self.done:
-            raise self._foreign(line, f"request {_show(name)} is there already")
+            raise self._foreign(line, f"request {shown_json(name)} is there already")
         return record
 
     def _lines_of(self, record: Record) -> int:
@@ -217,8 +417,3 @@ class Results:
             f"-o {self._name}: line {line} is not of these requests: {why}; give another name, or "
             "the -i that belongs to it"
         )
-
-
-def _show(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."

@@ -10,26 +10,25 @@ import jax
 
 from kvrt import Sampling
 from kvrt.cli.ask.answers import question_ids
+from kvrt.cli.batch.chunks import Begun, RequestChunks
 from kvrt.cli.batch.progress import BatchCounts
-from kvrt.cli.batch.request_line import Asked
-from kvrt.cli.batch.requests import RequestEntry, Requests
+from kvrt.cli.batch.requests import Asked, RequestEntry, Requests
 from kvrt.cli.batch.results import Record, Results, failed, finished
-from kvrt.cli.chunks.requests import Begun, RequestChunks
-from kvrt.cli.flags.context import BY_POSITION
 from kvrt.cli.flags.evaluate import random_seed
+from kvrt.cli.flags.groups import BY_POSITION
 from kvrt.cli.flags.serving import BatchOptions
-from kvrt.cli.report.exactness import (
+from kvrt.cli.report.summary import (
     AnswerCounts,
     Approximation,
     approximations,
     exactness_fields,
 )
 from kvrt.cli.run import prompt
-from kvrt.cli.setup.policy import n_kept, sinks
+from kvrt.cli.setup.config import dropping, n_kept
 from kvrt.errors import BadRequest, KvrtError
 from kvrt.options.cache import CacheConfig
 from kvrt.options.sampling import RANDOM
-from kvrt.policies import ContextShift, Policy, ScoredPolicy
+from kvrt.policies import Policy, ScoredPolicy
 from kvrt.serving.outputs import Output
 from kvrt.serving.request import Request
 from kvrt_models.tokenizer.encode import Tokenizer
@@ -208,10 +207,8 @@ def _policy(
     """What a request keeps, by the name that its line gives."""
     if options.policy == "none" or options.policy not in BY_POSITION or not ids:
         return "none"
-    if options.policy == "context_shift":
-        n_keep = n_kept(options.keep, ids, tokenizer)
-        return ContextShift(n_keep=n_keep, **options.part(ContextShift))
-    return sinks(options, options.n_ctx_request)
+    n_keep = n_kept(options.keep, ids, tokenizer)
+    return dropping(options, options.n_ctx_request, n_keep=n_keep)
 
 
 class _Live:

@@ -8,10 +8,15 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from kvrt.cli.flags.cache import PlacementFlags, SelectFlags
-from kvrt.cli.flags.context import BY_POSITION, RunPolicyFlags, WindowFlags
-from kvrt.cli.flags.mesh import MeshFlags
-from kvrt.cli.flags.run_session import SessionFlags
+from kvrt.cli.flags.groups import (
+    BY_POSITION,
+    MeshFlags,
+    PlacementFlags,
+    RunPolicyFlags,
+    SelectFlags,
+    SessionFlags,
+    WindowFlags,
+)
 from kvrt.errors import UsageError
 from kvrt.files import kinds
 from kvrt.options.cache import CacheConfig, SelfExtend

@@ -5,10 +5,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from kvrt.cli.flags.cache import SelectFlags
-from kvrt.cli.flags.context import BatchPolicyFlags, WindowFlags
 from kvrt.cli.flags.evaluate import DraftFlags, LengthFlags, ModelFlags, SamplingFlags
-from kvrt.cli.flags.mesh import MeshFlags
+from kvrt.cli.flags.groups import BatchPolicyFlags, MeshFlags, SelectFlags, WindowFlags
 from kvrt.cli.flags.session_files import BlendFlags, JsonFlags, QuietFlags
 from kvrt.config import MAX_SEQUENCES
 from kvrt.errors import UsageError

@@ -12,7 +12,7 @@ from kvrt.cli.flags.evaluate import (
     TextFlags,
     WriteFlags,
 )
-from kvrt.cli.flags.run_session import ReplaceFlags, SequenceFlags
+from kvrt.cli.flags.groups import ReplaceFlags, SequenceFlags
 from kvrt.config import MAX_SEQUENCES
 from kvrt.errors import UsageError
 from kvrt.files import kinds

@@ -9,8 +9,10 @@ import contextlib
 import logging
 import os
 import sys
+import time
 import unicodedata
 import warnings
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from kvrt.errors import KvrtError, reason
@@ -156,3 +158,68 @@ def own_process() -> None:
 
 def _line(text: str) -> None:
     note(" ".join(text.split()))
+
+
+Say = Callable[[str], None]
+Show = Callable[[int, str], None]
+LINE_S = 15.0  # between two lines of progress where there is no terminal
+
+
+class Every:
+    """A clock that is due once in so many seconds."""
+
+    def __init__(self, seconds: float):
+        """Starts the clock."""
+        self._seconds, self._last = seconds, time.monotonic()
+
+    def due(self) -> bool:
+        """True if so many seconds have passed since it was made, or was due last."""
+        now = time.monotonic()
+        if now - self._last < self._seconds:
+            return False
+        self._last = now
+        return True
+
+
+@contextlib.contextmanager
+def waiting(what: str, wanted: bool) -> Iterator[Say]:
+    """Shows `what` on standard error while the block runs, nothing if that is no terminal.
+
+    Gives the function that shows something else in its place.
+    """
+    if not (wanted and sys.stderr.isatty()):
+        yield lambda text: None
+        return
+    from rich.live import Live
+    from rich.spinner import Spinner
+    from rich.text import Text
+
+    # Shown at once, where rich's own `status` waits for its thread: a short wait is named as well.
+    spinner = Spinner("dots", Text(what), style="status.spinner")
+    with Live(spinner, console=console(), refresh_per_second=12.5, transient=True):
+        yield lambda text: spinner.update(text=Text(text))
+
+
+@contextlib.contextmanager
+def bar(what: str, n: int, said: str = "", *, left: bool = False) -> Iterator[Show]:
+    """A bar on standard error; the function that it gives takes how many are done, and a text.
+
+    Args:
+      what: is counted.
+      n: how many there are.
+      said: the text before the first is done.
+      left: the time left is shown, in place of the time since.
+    """
+    from rich import progress
+
+    since = progress.TimeElapsedColumn()
+    columns = (
+        progress.TextColumn(what),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn("{task.fields[said]}"),
+        *((progress.TimeRemainingColumn(), progress.TextColumn("left")) if left else (since,)),
+    )
+    with progress.Progress(*columns, console=console(), transient=True) as bars:
+        task = bars.add_task("", total=n, said=said)
+        yield lambda done, said: bars.update(task, completed=done, said=said)

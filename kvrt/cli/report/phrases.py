@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrt.options.select import Select
@@ -9,6 +10,7 @@ from kvrt.reuse.plan import ReusePlan
 from kvrt.reuse.reasons import Reason
 
 if TYPE_CHECKING:
+    from kvrt.runtime.session_file import Restored
     from kvrt.session.manifest import Manifest
 
 WHY = {
@@ -36,9 +38,23 @@ def why(plan: ReusePlan) -> list[str]:
 
 def reused(name: str, plan: ReusePlan, seconds: float) -> str:
     """The line of a run: what a session gave, what is evaluated all the same, and why."""
-    done = f"{plan.n_reused:,} {token_noun(plan.n_reused)} restored in {seconds:.2f} s"
+    done = f"{counted(plan.n_reused, 'token')} restored in {seconds:.2f} s"
     rest = f"{plan.n_evaluated:,} recomputed: {'; '.join(why(plan))}"
     return f"{name}: {done}, {rest}{_approximate(plan)}"
+
+
+def restored(path: Path, found: "Restored") -> str:
+    """The line of a run: what a session gave, and what follows."""
+    if found.plan is not None:
+        return reused(str(path), found.plan, found.seconds)
+    n, seconds = found.n_restored - bool(found.after), f"restored in {found.seconds:.2f} s"
+    if found.after is not None:
+        follows = f", resumed after {found.after.n_sampled:,} sampled tokens"
+    elif found.spans:
+        follows = f", {len(found.ids) - n:,} follow"
+    else:
+        return f"{path}: {n:,} tokens {seconds}"
+    return f"{path}: {counted(n, 'token')} {seconds}{follows}"
 
 
 def named_settings(said: Mapping[str, Any]) -> str:
@@ -63,14 +79,14 @@ def sampled_by(found: "Manifest", seq_id: int, select: Select | None) -> str:
     return f"; from token {n_exact:,} on sampled by sparse reads ({there}), {here}"
 
 
-def token_noun(n: int) -> str:
-    """The noun for a number of tokens."""
-    return "token" if n == 1 else "tokens"
+def counted(n: int, what: str) -> str:
+    """A number of things, by the noun for one of them."""
+    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
 
 
 def checkpoints_left_out(at: Sequence[int]) -> str:
     """What a shorter copy of a session leaves out."""
-    noun = checkpoint_noun(len(at))
+    noun = "checkpoint" if len(at) == 1 else "checkpoints"
     return f"without the context {noun} at {shown_positions(at)}, behind its end"
 
 
@@ -79,11 +95,6 @@ def shown_positions(at: Sequence[int]) -> str:
     shown = at if len(at) <= _MOST_SHOWN + 1 else at[:_MOST_SHOWN]
     more = f" and {len(at) - len(shown):,} more" if len(shown) < len(at) else ""
     return ", ".join(f"{x:,}" for x in shown) + more
-
-
-def checkpoint_noun(n: int) -> str:
-    """The noun for a number of context checkpoints."""
-    return "checkpoint" if n == 1 else "checkpoints"
 
 
 def nan_scores(n: int) -> str:

@@ -1,4 +1,4 @@
-"""What `kvrt run` says beside the text: progress, warnings, the summary, JSON, the cell map."""
+"""What a run says beside the text: progress, a summary, JSON, the cells, and how exact it is."""
 
 import contextlib
 import dataclasses
@@ -14,10 +14,14 @@ import numpy as np
 
 from kvrt import Stats, kv_types
 from kvrt.cells import Cells
-from kvrt.cli.process import output, status
+from kvrt.cli.process import output
 from kvrt.cli.report import phrases
-from kvrt.cli.report.cell_map import MAP_WIDTH, OWNERS, signs
-from kvrt.cli.report.exactness import Approximation, exactness_fields, exactness_lines
+from kvrt.cli.report.phrases import counted
+from kvrt.cli.report.tables import MAP_WIDTH, OWNERS, signs
+from kvrt.options.cache import CacheConfig
+from kvrt.policies import ScoredPolicy, policy_name
+from kvrt.policies.schedule import n_first
+from kvrt.policies.self_extend import extend_schedule
 
 if TYPE_CHECKING:
     from kvrt.attention.scored.policy import ScoredPolicy
@@ -39,6 +43,115 @@ _LOST = {
     "cut": "behind a cut",
     "changed": "as tokens before it were dropped or moved",
 }
+# What `Approximation.by` means, for people; a policy by score says its own.
+_SAID = {
+    "session": "the session's tokens were moved, blended or sampled by sparse reads",
+    "reuse_chunks": "chunks were computed under another prefix",
+    "chunks": "chunks were computed alone and blended",
+    "modules": "modules have not seen each other",
+    "self_extend": "tokens share positions",
+    "quest": "each sampled token reads some cells",
+    "double_sparsity": "each sampled token reads some cells",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Approximation:
+    """One reason why an answer is not that of the whole text.
+
+    Attributes:
+      by: a policy or a kind of sparse reads as flags name it, or what was reused.
+      from_token: the first token, counted from 0 through prompt and answer, that was computed
+        without the whole text before it.
+      n_dropped: tokens that a policy by position dropped.
+      states: whether states of recurrent layers have those all the same.
+    """
+
+    by: str
+    from_token: int
+    n_dropped: int = 0
+    states: bool = False
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The JSON object."""
+        dropped = {"n_dropped": self.n_dropped} if self.n_dropped else {}
+        kept = {"on_states": "keep"} if self.states else {}
+        return {"by": self.by, "from_token": self.from_token, **dropped, **kept}
+
+    @property
+    def line(self) -> str:
+        """The reason for people."""
+        said = _SAID.get(self.by, "each kv head keeps some tokens")
+        if self.n_dropped:
+            said = f"{self.n_dropped:,} older tokens were dropped"
+            said += ", recurrent states keep them" if self.states else ""
+        return f"approximate from token {self.from_token:,} on: {said} ({self.by})"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AnswerCounts:
+    """Tokens of a prompt and its answer, as far as they decide how exact it is.
+
+    Attributes:
+      n_prompt: tokens of the prompt.
+      n_computed: tokens that were computed or restored, those of the answer included.
+      n_restored: tokens of the prompt that were restored.
+      n_compressed: tokens of a prompt that was read whole before a policy by score kept some.
+      drop: what a policy by position dropped, None if nothing.
+      reused: tokens at the beginning as exact as computed in one go, where others were reused.
+    """
+
+    n_prompt: int
+    n_computed: int
+    n_restored: int = 0
+    n_compressed: int = 0
+    drop: Approximation | None = None
+    reused: Approximation | None = None
+
+
+def reused_part(n_exact: int | None, by: str) -> Approximation | None:
+    """What was reused and is not as computed in one go; `n_exact` is as in `Runtime.n_exact`."""
+    return None if n_exact is None else Approximation(by=by, from_token=n_exact)
+
+
+def approximations(
+    counts: AnswerCounts, config: CacheConfig, scored: ScoredPolicy | None
+) -> list[Approximation]:
+    """All reasons why an answer is not that of the whole text; none where it is.
+
+    Args:
+      counts: of the answer.
+      config: of its cache.
+      scored: the policy by score, None without one.
+    """
+    n = counts.n_computed
+    found = [x for x in (counts.reused, counts.drop) if x is not None and x.from_token < n]
+    if scored is not None:
+        first = max(scored.n_whole, counts.n_compressed)
+        found.append(Approximation(by=policy_name(scored), from_token=first))
+    extend, select = config.self_extend, config.select
+    if extend is not None and extend.ga_n > 1:
+        first = extend.ga_w
+        if (schedule := extend_schedule(config)) is not None and not counts.n_restored:
+            first = n_first(schedule, counts.n_prompt)
+        found.append(Approximation(by="self_extend", from_token=first))
+    if select is not None:
+        # Prompts read all, and so does a token behind no more cells than it may choose.
+        first = max(counts.n_prompt, select.n_cells + 1)
+        found.append(Approximation(by=select.name, from_token=first))
+    return sorted((x for x in found if x.from_token < n), key=lambda x: x.from_token)
+
+
+def exactness_fields(found: Sequence[Approximation]) -> dict[str, Any]:
+    """The JSON fields that say so."""
+    return {"approximate": bool(found), "approximations": [x.fields for x in found]}
+
+
+def exactness_lines(found: Sequence[Approximation]) -> list[str]:
+    """The lines of a summary that say so; none where the answer is that of the whole text."""
+    heads = ["exactness  ", *[" " * 11] * len(found)]
+    return [f"{head}{x.line}" for head, x in zip(heads, found, strict=False)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,34 +219,21 @@ def prefill_bar(n_prompt: int, wanted: bool) -> Iterator[Callable[[int], None]]:
 
     The function that it gives takes the tokens done.
     """
-    start, clock = time.perf_counter(), status.Every(status.LINE_S)
+    start, clock = time.perf_counter(), output.Every(output.LINE_S)
+
+    def rate(done: int) -> float:
+        return done / (time.perf_counter() - start)
 
     def line(done: int) -> None:
         if wanted and clock.due():
-            rate = done / (time.perf_counter() - start)
-            output.note(f"prompt     {done:,} of {n_prompt:,} tokens, {rate:,.1f} tokens/s")
+            note = f"{done:,} of {n_prompt:,} tokens, {rate(done):,.1f} tokens/s"
+            output.note(f"prompt     {note}")
 
     if not (wanted and sys.stderr.isatty()):
         yield line
         return
-    from rich import progress
-
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TextColumn("{task.fields[rate]}"),
-        progress.TimeRemainingColumn(),
-        progress.TextColumn("left"),
-    )
-    with progress.Progress(*columns, console=output.console(), transient=True) as bars:
-        task = bars.add_task("prompt", total=n_prompt, rate="")
-
-        def show(done: int) -> None:
-            rate = done / (time.perf_counter() - start)
-            bars.update(task, completed=done, rate=f"{rate:,.0f} tokens/s")
-
-        yield show
+    with output.bar("prompt", n_prompt, left=True) as show:
+        yield lambda done: show(done, f"{rate(done):,.0f} tokens/s")
 
 
 def summary(outcome: Outcome) -> list[str]:
@@ -141,10 +241,10 @@ def summary(outcome: Outcome) -> list[str]:
     stats = outcome.stats
     whole = outcome.n_prefilled == outcome.n_wanted
     prompt = "" if whole else f"{outcome.n_prefilled:,} of "
-    prompt += f"{_count(outcome.n_wanted, 'token')} in {outcome.prefill_s:.2f} s"
+    prompt += f"{counted(outcome.n_wanted, 'token')} in {outcome.prefill_s:.2f} s"
     reason = _REASONS[outcome.finish_reason]
     seed = "" if outcome.seed is None else f"; seed {outcome.seed}"
-    written = f"{_count(outcome.n_generated, 'token')} in {outcome.decode_s:.2f} s"
+    written = f"{counted(outcome.n_generated, 'token')} in {outcome.decode_s:.2f} s"
     return [
         f"prompt     {prompt}{_per_second(outcome.prefill_tps)}",
         f"generated  {written}{_per_second(outcome.decode_tps)}; {reason}{seed}",
@@ -159,9 +259,9 @@ def summary(outcome: Outcome) -> list[str]:
         *([f"policy     {kept_line(stats.scored)}"] if stats.scored else []),
         *([f"           {phrases.nan_scores(stats.n_nan_scores)}"] if stats.n_nan_scores else []),
         *([f"reads      {read_line(outcome, stats.select)}"] if stats.select else []),
-        f"upkeep     {_count(stats.n_shift, 'context shift')}, "
-        f"{_count(stats.n_dropped, 'token')} dropped, {_count(stats.n_defrag, 'defrag')}"
-        + (f", {_count(stats.n_extend, 'round')} of SelfExtend" if stats.n_extend else ""),
+        f"upkeep     {counted(stats.n_shift, 'context shift')}, "
+        f"{counted(stats.n_dropped, 'token')} dropped, {counted(stats.n_defrag, 'defrag')}"
+        + (f", {counted(stats.n_extend, 'round')} of SelfExtend" if stats.n_extend else ""),
         *(f"           {line}" for line in drop_lines(outcome.n_prompt, stats)),
         *exactness_lines(outcome.approximations),
     ]
@@ -186,7 +286,7 @@ def read_line(outcome: Outcome, select: "Select") -> str:
     part = f"{n_read / n_cached:.0%} of the cached cells" if n_cached else "no token decoded"
     return (
         f"{select.name}, {select.n_cells:,} cells a token at most, {part}, beyond the first "
-        f"{_count(select.n_dense, 'layer')}"
+        f"{counted(select.n_dense, 'layer')}"
     )
 
 
@@ -200,7 +300,7 @@ def cells_read(outcome: Outcome, select: "Select") -> tuple[int, int]:
 def draft_line(stats: Stats, dtype: str | None) -> str:
     """The line of a summary that says what became of drafts."""
     n = stats.n_rounds
-    line = f"{stats.n_drafted:,} in {_count(n, 'round')}, {stats.n_accepted:,} accepted, "
+    line = f"{stats.n_drafted:,} in {counted(n, 'round')}, {stats.n_accepted:,} accepted, "
     line += f"{(stats.n_accepted + n) / n:.1f} tokens a round"
     exact = dtype in (None, "f32")
     return line if exact else f"{line}; at {dtype} weights the text may differ from that without"
@@ -208,7 +308,7 @@ def draft_line(stats: Stats, dtype: str | None) -> str:
 
 def checkpoint_line(stats: Stats) -> str:
     """The line of a summary that says which context checkpoints there are, and which went, why."""
-    line = f"{stats.n_checkpoints:,} context {phrases.checkpoint_noun(stats.n_checkpoints)}"
+    line = f"{counted(stats.n_checkpoints, 'context checkpoint')}"
     line += f", {stats.checkpoint_bytes / 1e6:.1f} MB"
     gone: dict[str, list[int]] = {}
     for x in stats.lost_checkpoints:
@@ -351,12 +451,8 @@ def _coloured(row: str):
     return Text.assemble(*((sign, styles[sign]) for sign in row))
 
 
-def _count(n: int, what: str) -> str:
-    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
-
-
 def _used(stats: Stats) -> str:
-    used = f"{stats.cells_used:,} of {_count(stats.n_ctx, stats.unit)} used"
+    used = f"{stats.cells_used:,} of {counted(stats.n_ctx, stats.unit)} used"
     return f"{used}, n_kv {stats.n_kv:,}" if stats.unit == "cell" else used
 
 

@@ -1,11 +1,17 @@
-"""Tables for people, as text; nothing in a cell reaches the terminal as a control character."""
+"""Tables and maps of cells, as text; no control character of a cell reaches the terminal."""
 
 import io
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
+from kvrt.arrays import UInt32
 from kvrt.cli.process.output import printable
+
+MAP_WIDTH = 64
+OWNERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -40,3 +46,16 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _is_number(cell: str) -> bool:
     return cell.replace(",", "").isdigit()
+
+
+def signs(seqs: UInt32[np.ndarray, "C W"], width: int = MAP_WIDTH) -> list[str]:
+    """A sign for each cell, in rows of `width`: its owner, M if shared, `.` if empty.
+
+    Owners beyond 35 share the sign +.
+    """
+    bits = np.unpackbits(seqs.astype("<u4").view(np.uint8), axis=1, bitorder="little")
+    all_signs = np.array([*OWNERS, "+"])
+    owner = all_signs[np.minimum(bits.argmax(axis=1), len(OWNERS))]
+    n_owners = bits.sum(axis=1, dtype=np.int64)
+    text = "".join(np.where(n_owners > 1, "M", np.where(n_owners == 1, owner, ".")).tolist())
+    return [text[i : i + width] for i in range(0, len(text), width)]

@@ -1,383 +1,256 @@
-"""Turns of a conversation by the model's chat template: the first, and those that follow.
+"""A model with an empty runtime, the texts that are read into it, and what follows each of them."""
 
-A template renders whole conversations, so the next turn is what it writes of all messages. As far
-as a session holds that text its tokens stay as they are; where the template writes an earlier part
-otherwise (thoughts that it drops, today's date) the session is cut and computed anew from there.
-"""
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-import dataclasses
-import difflib
-import itertools
-import json
-import re
-from collections.abc import Iterable, Sequence
+import jax
 
-from kvrt.errors import UsageError
-from kvrt_models import chat
-from kvrt_models.tokenizer.encode import Tokenizer
+from kvrt import Runtime
+from kvrt.cli.flags.evaluate import EvalFlags, RunOptions, TextFlags
+from kvrt.cli.flags.groups import BY_POSITION, PlacementFlags
+from kvrt.cli.flags.session_files import AskOptions, PrefillOptions
+from kvrt.cli.process import output, startup
+from kvrt.cli.process.interrupt import Interrupt, Interrupted
+from kvrt.cli.report import summary
+from kvrt.cli.run import prompt
+from kvrt.cli.run.generation import Generation, Reading, all_of
+from kvrt.cli.run.kept_session import KeptSession
+from kvrt.cli.session.open_session import follow, follow_types
+from kvrt.cli.setup import config
+from kvrt.cli.setup.model import (
+    await_programs,
+    choose_weights,
+    compile_programs,
+    open_with_status,
+)
+from kvrt.drafts.drafter import Drafter
+from kvrt.drafts.layer_skip import LayerSkip
+from kvrt.options.cache import CacheConfig
+from kvrt.policies import AnyPolicy
+from kvrt.runtime.compress import REPEAT, compress_prompt
+from kvrt.session import OpenedSession
 
-# Stand for an earlier message, its answer and the new message; no template changes them.
-_FIRST, _ANSWER, _NEXT = "message-1-5d80", "answer-1-5d80", "message-2-5d80"
-_SYSTEM = "system-5d80"
-# Two moments without a word of a date in common.
-_CLOCKS = ("1987-11-30T23:58:59", "2031-02-04T05:06:07")
-_DATE = "[^\\n]{0,40}?"
-_SHOWN = 40  # letters of a text that is written otherwise
+Check = Callable[[CacheConfig, AnyPolicy | None], Any]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """A conversation so far.
+    """What every command has that evaluates text; everything else is refused without weights.
 
     Attributes:
-      ids: tokens that a session holds.
-      newest: a sampled token behind them that is not evaluated yet.
-      name: of the session, for messages.
+      options: of the command, with what a session says in place of flags that were not given.
+      weights: the type of the model's matrices.
+      model: whose weights may still be on their way.
+      runtime: without weights until `compile`.
     """
 
-    ids: Sequence[int]
-    newest: int | None
-    name: str
+    runtime: Runtime
 
+    def __init__(
+        self, options: RunOptions | PrefillOptions | AskOptions, like: OpenedSession | None = None
+    ):
+        """Opens the model, as the session `like` had it where no flag says."""
+        self.options, self.quiet = options, options.quiet
+        self.weights = choose_weights(options.dtype, like)
+        self.model = open_with_status(options, self.weights.dtype, quiet=self.quiet)
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rewritten:
-    """Where a template writes an earlier part of a conversation otherwise than a session holds it.
+    def follow_policy(self, said: Mapping[str, Any] | None, ids: Sequence[int], path: Path) -> None:
+        """Takes the policy by position that a session was left with, and says so."""
+        before = self.options
+        self.options = config.follow_policy(before, said, ids, self.model.tokenizer)
+        if (flags := config.followed(before, self.options)) and not self.quiet:
+            output.note(f"{path}: {flags}, as the session was left")
 
-    Attributes:
-      first: the first token that does not stay.
-      n_held: tokens of the session.
-      held: how the text begins there, that the session holds.
-      now: how the text begins there, that the template writes.
-    """
+    def open_runtime(self, ids: list[int], check: Check, n_prompt: int | None = None) -> None:
+        """Makes the runtime, in which a prompt has its cells.
 
-    first: int
-    n_held: int
-    held: str
-    now: str
+        Args:
+          ids: the prompt's tokens, of which the policy keeps --keep.
+          check: refuses a session or a prompt that does not go with the cache.
+          n_prompt: tokens of the longest prompt, if that is another one.
 
-    def __str__(self) -> str:
-        """One line for a reader."""
-        held, now = (
-            json.dumps(text if len(text) <= _SHOWN else text[:_SHOWN] + "...")
-            for text in (self.held, self.now)
-        )
-        return (
-            f"the chat template now writes {now} where the session holds {held}; computed anew "
-            f"from token {self.first:,} of {self.n_held:,}"
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Turn:
-    """A conversation with its next message, up to where the answer begins.
-
-    Attributes:
-      ids: all of its tokens.
-      n_kept: how many of them the session holds.
-      unanswered: the message before has no answer.
-      rewritten: where the template writes an earlier part otherwise.
-    """
-
-    ids: list[int]
-    n_kept: int
-    unanswered: bool = False
-    rewritten: Rewritten | None = None
-
-
-def first_turn(text: str, system: str | None, tokenizer: Tokenizer) -> list[int]:
-    """Token ids of a conversation's first message, up to where its answer begins.
-
-    Raises:
-      UsageError: there is no template, or it refuses the message, or has no place for `system`.
-    """
-    rendered = render_turns(tokenizer, system, [text])
-    if system is not None and system.strip() not in rendered:
-        raise UsageError(
-            "the model's chat template has no place for a system message; leave out --system and "
-            "say it with the message"
-        )
-    # Some templates write the token that begins a text, and it must not come twice.
-    bos = _name(tokenizer, tokenizer.bos_id)
-    written = bool(bos) and rendered.startswith(bos)
-    return tokenizer.encode(rendered, add_special=not written, parse_special=True)
-
-
-def next_turn(so_far: Conversation, text: str, system: str | None, tokenizer: Tokenizer) -> Turn:
-    """Token ids of a message behind a conversation, up to where its answer begins.
-
-    The tokens that stay and those that follow are the template's text of all messages. A token that
-    ended the answer, whichever it was, is the template's.
-
-    Args:
-      so_far: the conversation.
-      text: the message.
-      system: the system message that the conversation began with; None does not ask.
-      tokenizer: of the model.
-
-    Raises:
-      UsageError: what is held is no conversation, began with another system message, or the
-        template does not render messages one behind the other.
-    """
-    ids = [*so_far.ids, *([] if so_far.newest is None else [so_far.newest])]
-    n_ended = 1 if ids and ids[-1] in tokenizer.eos_ids else 0
-    bos = _name(tokenizer, tokenizer.bos_id)
-    held = text_of(ids[: len(ids) - n_ended], tokenizer)
-    parts = _parts(held, system, tokenizer)
-    if parts is None:
-        raise UsageError(
-            f"{so_far.name}: holds no conversation by this model's chat template; use --append "
-            "without --chat to continue its text, --overwrite to replace it, or another name"
-        )
-    if system is not None and (parts.system or "").strip() != system.strip():
-        raise UsageError(
-            f"{so_far.name}: its conversation did not begin with this system message; leave out "
-            "--system, use --overwrite to begin anew, or another name"
-        )
-    unanswered = not parts.answer.strip() and not n_ended
-    if unanswered and parts.said[-1].strip() == text.strip():
-        return Turn(ids=ids, n_kept=len(so_far.ids))  # This very message waits for its answer.
-    written = max(parts.written(text, tokenizer, bos), key=lambda whole: n_alike(held, whole))
-    kept, n_same = _kept(ids[: len(ids) - n_ended], held, written, tokenizer)
-    start = len(text_of(kept, tokenizer))
-    whole = kept + tokenizer.encode(written[start:], add_special=False, parse_special=True)
-    n_kept = n_alike(so_far.ids, whole)
-    rewritten = None
-    if n_same < len(held):
-        shown = slice(n_same, n_same + _SHOWN + 1)
-        rewritten = Rewritten(
-            first=n_kept, n_held=len(so_far.ids), held=held[shown], now=written[shown]
-        )
-    return Turn(ids=whole, n_kept=n_kept, unanswered=unanswered, rewritten=rewritten)
-
-
-def _kept(ids: list[int], held: str, written: str, tokenizer: Tokenizer) -> tuple[list[int], int]:
-    """Tokens of `held` that stay where `written` takes its place, and letters alike in both.
-
-    What follows a control token is tokenized as if it stood alone, so the cut is behind one.
-    """
-    n_same = n_alike(held, written)
-    if n_same == len(held):
-        return ids, n_same
-    ends = list(itertools.accumulate(len(piece(i, tokenizer)) for i in ids))
-    n_bytes = len(held[:n_same].encode())
-    cuts = (i + 1 for i, end in enumerate(ends) if end <= n_bytes and not _says(ids[i], tokenizer))
-    return ids[: max(cuts, default=0)], n_same
-
-
-def _says(token: int, tokenizer: Tokenizer) -> bool:
-    """True for a token of text, False for a control token."""
-    return bool(tokenizer.token_bytes(token))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Parts:
-    """A conversation taken apart.
-
-    Attributes:
-      head: text before the first message that no system message gives; "" where one does.
-      system: the system message, if any.
-      opening: what begins a message of the user.
-      said: messages and answers, from a message to a message.
-      answer: the newest answer as it was sampled, perhaps empty.
-      final: what a template writes before an earlier answer that no new one begins with, such as
-        the end of its thoughts.
-    """
-
-    head: str
-    system: str | None
-    opening: str
-    said: list[str]
-    answer: str
-    final: str
-
-    def written(self, text: str, tokenizer: Tokenizer, bos: str) -> Iterable[str]:
-        """The template's text of all and another message, for each spelling of the answer.
-
-        Some templates refuse an answer with its thoughts: it gets there what is behind them.
+        Raises:
+          KvrtError: a flag, the prompt, the session or memory does not go with the model.
         """
-        _, final, last = self.answer.rpartition(self.final or _UNKNOWN)
-        answers = [self.answer, self.answer.strip(), *([last.strip()] if final else [])]
-        refusal: UsageError | bool | None = None
-        for answer in dict.fromkeys(answers):
-            if answer == answers[-1] and final and refusal is False:
-                break
-            try:
-                whole = render_turns(tokenizer, self.system, [*self.said, answer, text])
-            except UsageError as error:
-                refusal = error
-                continue
-            refusal = False
-            if self.head:
-                yield self.head + whole[whole.find(self.opening) :]
-            else:
-                yield whole if not tokenizer.add_bos or whole.startswith(bos) else bos + whole
-        if isinstance(refusal, UsageError):
-            raise refusal
+        spec, left, n = self.model.spec, startup.available_bytes(), n_prompt or len(ids)
+        options: EvalFlags = config.sized(self.options, spec, n, left, quiet=self.quiet)
+        cache = config.cache_config(options, spec.n_ctx_train)
+        config.check_prompt(options, n, spec, cache)
+        drops: AnyPolicy | None = None
+        if options.policy_name not in BY_POSITION:
+            drops = config.by_score(options, spec, cache.n_ctx)
+            if n >= drops.budget + drops.interval and not self.quiet:
+                output.warn(f"the prompt has {n:,} tokens: {summary.kept_line(drops)}")
+        elif not config.stays(options, spec, cache):
+            drops = config.policy_of_run(options, cache.n_ctx, ids, self.model.tokenizer)
+        check(cache, drops)
+        self.make_runtime(cache, drops)
 
-
-def _parts(held: str, system: str | None, tokenizer: Tokenizer) -> _Parts | None:
-    """Messages and answers of a conversation; None where there is none."""
-    rendered = render_turns(tokenizer, None, [_FIRST, _ANSWER, _NEXT])
-    head, earlier = rendered.partition(_FIRST)[0], _behind(rendered, _FIRST)
-    behind = _behind(rendered, _ANSWER)
-    message, begins = behind.partition(_NEXT)[0], _behind(behind, _NEXT)
-    before = earlier.partition(_ANSWER)[0]
-    opening = _common_end(head, message)
-    begin = held.rfind(begins) if begins.strip() else -1
-    start = held.find(opening) if opening.strip() else len(head) * held.startswith(head)
-    if not message.strip() or not before.strip() or not 0 <= start < begin:
-        return None
-    lead = _lead(system, opening, tokenizer)
-    said, at = [], start + len(opening)
-    for mark in itertools.cycle([before, message]):
-        end = held.find(mark, at, begin)
-        said.append(held[at : end if end >= 0 else begin].removeprefix(lead))
-        if end < 0:
-            break
-        at = end + len(mark)
-    if len(said) % 2 == 0:
-        return None
-    led = system if lead and held.find(lead) >= 0 else None
-    found = led if led is not None else _system_of(held[:start], opening, tokenizer)
-    return _Parts(
-        head=held[:start] if found is _UNKNOWN else "",
-        system=None if found is _UNKNOWN else found,
-        opening=opening,
-        said=said,
-        answer=held[begin + len(begins) :],
-        final=before[n_alike(before, begins) :].strip(),
-    )
-
-
-def _common_end(one: str, other: str) -> str:
-    """The text by which two texts end alike, without half a tag at its beginning."""
-    n = n_alike(reversed(one), reversed(other))
-    return re.sub(r"^[^<>]*>", "", one[len(one) - n :])
-
-
-def _lead(system: str | None, opening: str, tokenizer: Tokenizer) -> str:
-    """The system message where a template writes it into a message of the user, with its space."""
-    if system is None or not opening:
-        return ""
-    head = render_turns(tokenizer, system, [_FIRST]).partition(_FIRST)[0]
-    _, begun, lead = head.rpartition(opening)
-    return lead if begun and lead.strip() else ""
-
-
-_UNKNOWN = "unknown-5d80"
-
-
-def _system_of(head: str, opening: str, tokenizer: Tokenizer) -> str | None:
-    """The system message of what stands before the first message; `_UNKNOWN` if there is no saying.
-
-    A date that the template writes may be another one.
-    """
-    bos = _name(tokenizer, tokenizer.bos_id)
-    head = head.removeprefix(bos)
-    for system in (None, _SYSTEM):
-        try:
-            heads = [
-                render_turns(tokenizer, system, [_FIRST], now=now).partition(_FIRST)[0]
-                for now in _CLOCKS
-            ]
-        except UsageError:
-            continue  # The template has no place for a system message.
-        heads = [h.removesuffix(opening).removeprefix(bos) for h in heads]
-        if system is not None and not all(system in h for h in heads):
-            continue
-        pattern = _any_date(*heads).replace(re.escape(_SYSTEM), "(?P<system>.*)")
-        if found := re.fullmatch(pattern, head, re.DOTALL):
-            return found.groupdict().get("system")
-    return _UNKNOWN
-
-
-def _any_date(one: str, other: str) -> str:
-    """An expression for a text that was written at two times, and at others."""
-    a, b = (re.split(r"(\W)", text) for text in (one, other))
-    matches = difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes()
-    return "".join(
-        re.escape("".join(a[i1:i2])) if kind == "equal" else _DATE for kind, i1, i2, _, _ in matches
-    )
-
-
-def _behind(rendered: str, mark: str) -> str:
-    _, found, behind = rendered.partition(mark)
-    if not found or mark in behind or not behind.strip():
-        raise UsageError(
-            "the model's chat template does not render messages one behind the other, so a "
-            "conversation cannot continue; leave out --chat, or leave out --session and give the "
-            "whole text"
+    def make_runtime(self, cache: CacheConfig, drops: AnyPolicy | None = None) -> None:
+        """Makes the runtime of a cache that fits into memory."""
+        model, mesh = self.model, startup.mesh(self.options)
+        layers = config.layers_of_spec(model.spec, cache, drops)
+        startup.check_memory(
+            layers.groups, layers.config, layers.recurrent, mesh=mesh, widened=model.widened_bytes
         )
-    return behind
+        with startup.choosing(cache.attention, quiet=self.quiet):
+            self.runtime = Runtime(
+                model.shapes, cache, policy=drops, identity=model.identity, mesh=mesh
+            )
+
+    def compile(self, n_tokens: int) -> None:
+        """Compiles what a prompt of n_tokens needs, and waits for the weights."""
+        compile_programs(self.runtime, self.model, self.options, n_tokens, quiet=self.quiet)
+
+    def generation(
+        self, reading: Reading, drafter: Drafter | LayerSkip | None = None
+    ) -> Generation:
+        """What follows a prompt that was read, not begun yet."""
+        assert not isinstance(self.options, PrefillOptions), "it writes nothing"
+        if reading.whole:
+            await_programs(self.runtime, quiet=self.quiet)
+        note = self.weights.note(self.model)
+        return Generation(self.options, self.model, self.runtime, reading, note, drafter)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TurnFrame:
-    """What the template writes around earlier turns.
+class PromptRun(Conversation):
+    """One prompt, with a session where one is named.
 
     Attributes:
-      answer: behind a message and before its answer, whether that is being written or was.
-      message: behind an answer and before the next message.
+      kept: the session, or None.
     """
 
-    answer: str
-    message: str
+    options: RunOptions | PrefillOptions
 
+    def __init__(
+        self,
+        options: RunOptions | PrefillOptions,
+        given: prompt.Prompt,
+        kept: KeptSession | None,
+    ):
+        """Everything that can be refused without the weights is refused here."""
+        self.kept = kept
+        like = None if kept is None else kept.like(options.model)
+        if kept is not None and kept.opened is not None:
+            options = follow(options, kept.opened.manifest)
+        elif like is not None:
+            options = follow_types(options, like.manifest)
+        super().__init__(options, like)
+        tokenizer = self.model.tokenizer
+        if kept is None:
+            self._ids = prompt.prompt_ids(given, tokenizer, chat=given.chat)
+        else:
+            self._ids = kept.tokens(given, tokenizer)
+            self.follow_policy(kept.policy_of(self._ids), self._ids, kept.path)
+        self.open_runtime(self._ids, self._check)
 
-def frame_of(tokenizer: Tokenizer) -> TurnFrame:
-    """What the template writes between turns, without spaces at the ends.
+    @property
+    def n_prompt(self) -> int:
+        """Tokens of the prompt, those that it follows included."""
+        return len(self._ids)
 
-    Raises:
-      UsageError: there is no template, or it does not render messages one behind the other.
-    """
-    rendered = render_turns(tokenizer, None, [_FIRST, _ANSWER, _NEXT])
-    earlier, behind = _behind(rendered, _FIRST), _behind(rendered, _ANSWER)
-    # What begins an answer may begin its thoughts as well.
-    before, begins = earlier.partition(_ANSWER)[0], _behind(behind, _NEXT)
-    answer = before[: n_alike(before, begins)].strip()
-    message = behind.partition(_NEXT)[0].strip()
-    if not answer or not message:
-        raise UsageError("the model's chat template writes nothing between turns; leave out --chat")
-    return TurnFrame(answer=answer, message=message)
+    def _check(self, cache: CacheConfig, drops: AnyPolicy | None) -> None:
+        if self.kept is not None:
+            self.kept.check(self.model, cache, drops, self._ids)
 
+    def prepare(self) -> None:
+        """Compiles programs and waits for the weights."""
+        self.compile(self.kept.n_to_do(self._ids) if self.kept else len(self._ids))
 
-def render_turns(
-    tokenizer: Tokenizer, system: str | None, contents: Sequence[str], *, now: str | None = None
-) -> str:
-    """The conversation, and what begins the next answer; messages and answers take turns."""
-    messages = [] if system is None else [{"role": "system", "content": system}]
-    for i, content in enumerate(contents):
-        messages.append({"role": "assistant" if i % 2 else "user", "content": content})
-    try:
-        return chat.render_template(
-            tokenizer.chat_template,
-            messages,
-            bos=_name(tokenizer, tokenizer.bos_id),
-            eos=_name(tokenizer, tokenizer.eos_id),
-            now=now,
+    def read(self, interrupt: Interrupt) -> Reading:
+        """Restores what fits and evaluates the rest, saving it from time to time.
+
+        Raises:
+          SessionMismatch: the session is of another model or cache.
+          BadSession: it is damaged.
+        """
+        kept, reading = self.kept, all_of(self._ids)
+        if kept is not None:
+            with output.waiting("reading the session", not self.quiet):
+                reading = kept.begin(self.runtime, self._ids)
+
+        def each() -> None:
+            if kept:
+                kept.during_prompt(self.runtime, reading)
+
+        if isinstance(self.options, PlacementFlags) and self.options.blocks:
+            self.runtime.to_blocks(0)
+        if self._is_compressed(reading):
+            self._read_compressed(reading, interrupt)
+        else:
+            reading.run(self.runtime, interrupt, each, quiet=self.quiet)
+        if kept:
+            kept.after_prompt(self.runtime, reading)
+        return reading
+
+    def keep(self, job: Generation) -> None:
+        """Starts to save all that is held by now, sampled tokens included."""
+        if self.kept and job.draw is not None:
+            self.kept.save(self.runtime, job.ids, job.draw)
+
+    def finish(self) -> None:
+        """Waits for the session to be on the disk.
+
+        Raises:
+          SaveError: it is not.
+        """
+        if self.kept:
+            self.kept.finish()
+
+    def _is_compressed(self, reading: Reading) -> bool:
+        """Whether the prompt is read whole and compressed once: asked for, and nothing is there."""
+        drops = self.runtime.stats().scored
+        if drops is None or not isinstance(self.options, TextFlags):
+            return False
+        wanted = self.options.compress or drops.reads_whole
+        if wanted and reading.n_restored:
+            line = "tokens behind a session are read as they come, not compressed at their end"
+            output.note(line)
+        return wanted and not reading.n_restored
+
+    def _read_compressed(self, reading: Reading, interrupt: Interrupt) -> None:
+        """Reads the prompt and compresses it; says before what that takes, and after what it took.
+
+        A signal ends it between two steps, and nothing of the prompt is read then.
+        """
+        interrupt.check()
+        runtime, drops = self.runtime, self.runtime.stats().scored
+        assert drops is not None, "asked before"
+        name, n, ask = type(drops).__name__, len(reading.ids), list[int]()
+        n_all = n
+        if drops.reads_whole and n >= drops.budget + drops.interval:
+            ask = self.model.tokenizer.encode(REPEAT, add_special=False)
+            n_all = 2 * n + len(ask)
+            if not self.quiet:
+                output.note(
+                    f"{name} has the prompt repeated: {n_all:,} tokens are evaluated for "
+                    f"its {n:,}, each time beside all of them: several times a prefill"
+                )
+        compiled, start = runtime.stats().compile_s, time.perf_counter()
+        try:
+            with summary.prefill_bar(n_all, not self.quiet) as show:
+
+                def step(done: int, total: int) -> None:
+                    show(done)
+                    interrupt.check()
+
+                found = compress_prompt(runtime, reading.ids, ask=ask, progress=step)
+                jax.block_until_ready(found.logits)
+        except Interrupted:
+            return
+        finally:
+            compiled = runtime.stats().compile_s - compiled
+            reading.seconds = time.perf_counter() - start - compiled
+        reading.n_done = reading.n_compressed = n
+        reading.seconds -= found.compile_s
+        if self.quiet:
+            return
+        kept = "all of it, for it fits the slots"
+        if found.transient_bytes:
+            kept = f"{drops.budget:,} tokens a kv head"
+        output.note(
+            f"{name} keeps {kept}; {found.n_evaluated:,} tokens were evaluated, "
+            f"{found.transient_bytes / 1e6:.1f} MB taken and programs compiled in "
+            f"{found.compile_s:.2f} s meanwhile"
         )
-    except UsageError as error:
-        if system is None:
-            raise
-        raise UsageError(f"{error}, or --system") from error
-
-
-def _name(tokenizer: Tokenizer, token: int | None) -> str:
-    return "" if token is None else tokenizer.vocab.texts[token]
-
-
-def text_of(ids: Sequence[int], tokenizer: Tokenizer) -> str:
-    """What tokens say, control tokens by their names, as a template writes them."""
-    return b"".join(piece(i, tokenizer) for i in ids).decode(errors="replace")
-
-
-def n_alike(a: Iterable[object], b: Iterable[object]) -> int:
-    """Letters or tokens by which two texts begin alike."""
-    both = zip(a, b, strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both))
-
-
-def piece(token: int, tokenizer: Tokenizer) -> bytes:
-    """What a token says, a control token its name."""
-    return tokenizer.token_bytes(token) or tokenizer.vocab.texts[token].encode()

@@ -4,19 +4,18 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
-import jax
-
 from kvrt import Runtime, Sampling, Stats, Token
 from kvrt.cli.flags.evaluate import WriteFlags
 from kvrt.cli.process import output
 from kvrt.cli.process.interrupt import Interrupt, Interrupted
 from kvrt.cli.report import summary
-from kvrt.cli.report.exactness import AnswerCounts, Approximation, approximations
-from kvrt.cli.setup import sampling
+from kvrt.cli.report.summary import AnswerCounts, Approximation, approximations
+from kvrt.cli.setup import config
 from kvrt.drafts.drafter import Drafter
 from kvrt.drafts.layer_skip import LayerSkip
 from kvrt.errors import BadLogits, CacheFull
 from kvrt.runtime.generate import After
+from kvrt.runtime.session_file import evaluate_spans
 from kvrt.session import SamplingState
 from kvrt_models import load
 from kvrt_models.tokenizer.stream import TextStream
@@ -85,12 +84,13 @@ class Reading:
           quiet: no progress.
         """
         compiled, start = runtime.stats().compile_s, time.perf_counter()
+        n_in_holes = sum(end - start for start, end in self.spans[:-1])
         try:
             with summary.prefill_bar(self.n_to_do, not quiet) as show:
 
                 def after_step(n_done: int) -> None:
                     show(n_done)
-                    if each:
+                    if each and n_done > n_in_holes:
                         each()
 
                 self._steps(runtime, interrupt, after_step)
@@ -101,24 +101,13 @@ class Reading:
             self.seconds = time.perf_counter() - start - compiled
 
     def _steps(self, runtime: Runtime, interrupt: Interrupt, show: Callable[[int], None]) -> None:
+        def step(n_done: int) -> None:
+            self.n_done = n_done
+            show(n_done)
+            interrupt.check()
+
         interrupt.check()
-        for begin, end in self.spans:
-            before, part = self.n_done, self.ids[begin:end]
-            if end < len(self.ids):
-                runtime.fill(part, 0, begin)
-                self.n_done += len(part)
-                interrupt.check()
-                continue
-
-            def step(done: int, total: int, before: int = before) -> None:
-                # Steps are queued ahead of the device: without the wait, progress is fiction.
-                cache = runtime.cache
-                jax.block_until_ready(cache.cells[0].pos if cache.cells else cache.states)
-                self.n_done = before + done
-                show(self.n_done)
-                interrupt.check()
-
-            jax.block_until_ready(runtime.append(part, progress=step))
+        evaluate_spans(runtime, self.ids, self.spans, step)
 
 
 def all_of(ids: list[int]) -> Reading:
@@ -127,7 +116,14 @@ def all_of(ids: list[int]) -> Reading:
 
 
 class Generation:
-    """One prompt and its continuation; counts what it does."""
+    """One prompt and its continuation; counts what it does.
+
+    Attributes:
+      options: what to write.
+      reading: the prompt.
+      last: what was written last.
+      failed: what ended it in the middle.
+    """
 
     def __init__(
         self,
@@ -148,17 +144,17 @@ class Generation:
           weights: what the summary says of the model's.
           drafter: drafts, where --draft asks for it.
         """
-        self._options, self._model, self._runtime = options, model, runtime
+        self.options, self._model, self._runtime = options, model, runtime
         self._weights, self._drafter = weights, drafter
         self.reading = reading
-        self._n_best = sampling.n_best(options)
+        self._n_best = config.n_best(options)
         self._n_generated = 0
         self._decode_s = 0.0
         self._sampled: list[int] = []
         self._tokens: list[Token] = []
         self._text: list[str] = []
-        self.last = ""  # what was written last
-        self.failed: BadLogits | None = None  # what ended it in the middle
+        self.last = ""
+        self.failed: BadLogits | None = None
 
     def run(self, interrupt: Interrupt, each: Callable[[], None] | None = None) -> str:
         """Writes what follows the prompt; returns why it ended.
@@ -169,7 +165,7 @@ class Generation:
         """
         if not self.reading.whole:
             return "interrupted"
-        stream = TextStream(self._model.tokenizer, self._options.stop)
+        stream = TextStream(self._model.tokenizer, self.options.stop)
         reason = self._decode(stream, interrupt, each)
         self._emit(stream.flush())
         return reason
@@ -195,7 +191,7 @@ class Generation:
             tokens=[t.id for t in self._tokens],
             text="".join(self._text),
             texts=self._texts(),
-            seed=self._options.seed if self._options.temp else None,
+            seed=self.options.seed if self.options.temp else None,
             logprobs=[t.best for t in self._tokens] if self._n_best else None,
         )
 
@@ -230,10 +226,10 @@ class Generation:
         """Where sampling was left: the newest token is not in the cache."""
         if not self._sampled:
             return None
-        sampling = dataclasses.asdict(self._sampling())
+        config = dataclasses.asdict(self._sampling())
         before = self.reading.after.n_sampled if self.reading.after else 0
         return SamplingState(
-            token=self._sampled[-1], n_drawn=before + self._n_generated, sampling=sampling
+            token=self._sampled[-1], n_drawn=before + self._n_generated, sampling=config
         )
 
     def _texts(self) -> dict[int, str]:
@@ -247,16 +243,16 @@ class Generation:
     def _decode(
         self, stream: TextStream, interrupt: Interrupt, each: Callable[[], None] | None
     ) -> str:
-        ends = sampling.stop_ids(self._options, self._model.tokenizer)
+        ends = config.stop_ids(self.options, self._model.tokenizer)
         tokens = self._runtime.generate(
-            self._options.n_predict if self._options.n_predict >= 0 else None,
+            self.options.n_predict if self.options.n_predict >= 0 else None,
             sampling=self._sampling(),
             stop_ids=ends,
             recent=self.reading.ids,
             n_best=self._n_best,
-            stride=self._options.stride,
+            stride=self.options.stride,
             after=self.reading.after,
-            speculation=sampling.speculation(self._options, self._drafter),
+            speculation=config.speculation(self.options, self._drafter),
         )
         while not interrupt.asked:
             compiled, start = self._runtime.programs.compile_s, time.perf_counter()
@@ -284,18 +280,18 @@ class Generation:
     def _take(self, token: Token, stream: TextStream) -> None:
         self._n_generated += 1
         self._sampled.append(token.id)
-        if self._options.json:
+        if self.options.json:
             self._tokens.append(token)
         self._emit(stream.push(token.id))
 
     def _emit(self, text: str) -> None:
         if not text:
             return
-        if self._options.json:
+        if self.options.json:
             self._text.append(text)
         else:
             output.write_generated(text)
             self.last = text
 
     def _sampling(self) -> Sampling:
-        return sampling.sampling(self._options)
+        return config.sampling(self.options)

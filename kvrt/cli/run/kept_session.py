@@ -1,36 +1,30 @@
 """The session of a run: what is restored from it, what that saves, and what is written to it."""
 
-import dataclasses
-import hashlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 from kvrt import Runtime
+from kvrt.cli.flags.evaluate import RunOptions
+from kvrt.cli.flags.session_files import PrefillOptions
 from kvrt.cli.process import output
 from kvrt.cli.report import phrases
-from kvrt.cli.run import conversation, prompt, restore
-from kvrt.cli.run.generation import Reading, all_of
+from kvrt.cli.report.summary import reused_part
+from kvrt.cli.run import prompt, turns
+from kvrt.cli.run.generation import Reading
 from kvrt.cli.run.prompt import Prompt
-from kvrt.cli.run.restore import Way
-from kvrt.cli.run.save import EVERY_S, Saver, check_sound, held_tokens
-from kvrt.cli.session.open_session import (
-    check_fits,
-    choose_sequence,
-    holds_session,
-    is_library,
-    open_existing,
-    real_path,
-)
-from kvrt.errors import BadSession, KvrtError, SessionMismatch, UsageError
+from kvrt.cli.session.open_session import check_fits
+from kvrt.errors import BadLogits, BadSession, SessionMismatch, UsageError
 from kvrt.options.cache import CacheConfig
 from kvrt.policies import AnyPolicy, ScoredPolicy
+from kvrt.program.sample import can_sample
 from kvrt.reuse.diff import common_prefix
-from kvrt.session import OpenedSession, SamplingState, fingerprint
+from kvrt.runtime.session_file import EVERY_S, SessionFile, Way, held_tokens
+from kvrt.session import OpenedSession, io
 from kvrt.session.change import replace
+from kvrt.session.change.damage import find_damage
 from kvrt.session.change.replace import Change
-from kvrt.session.library.library import Library
 from kvrt.sizes import extent
 from kvrt_models import load
 from kvrt_models.identity import identity
@@ -41,99 +35,39 @@ from kvrt_models.tokenizer.encode import Tokenizer
 _MOST_LOOKED_AT = 32
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SessionUse:
-    """How a run uses its session.
+class KeptSession(SessionFile):
+    """The session of a run: a file, or the best of a folder, as the flags mean it."""
 
-    Attributes:
-      writes: it is saved.
-      answers: with what is sampled.
-      overwrite: another text may take its place.
-      append: a prompt follows all that it holds.
-      converse: so does a message by the chat template.
-      chunks: cached keys and values that were computed under another text may be used.
-      quiet: nothing is said but what went wrong.
-      seq: the sequence that is meant; the others stay. None is the only one.
-    """
+    _seq_name = "--seq"
 
-    writes: bool = True
-    answers: bool = False
-    overwrite: bool = False
-    append: bool = False
-    converse: bool = False
-    chunks: bool = False
-    quiet: bool = False
-    seq: int | None = None
-
-
-class KeptSession:
-    """The session of a run: a file, or the best of a folder.
-
-    Attributes:
-      path: where it is; a folder before `begin`, then where it will be in it.
-      opened: of the file that is there already; of a folder None before `begin`.
-    """
-
-    def __init__(self, name: str, use: SessionUse, *, every_s: float = EVERY_S):
-        """Reads what is there but the cached keys and values.
+    def __init__(self, options: RunOptions | PrefillOptions, *, every_s: float = EVERY_S):
+        """Reads what is there but the cached keys and values; raises as `SessionFile`.
 
         Args:
-          name: a file that need not be there, or a folder; a link stands for what it points to.
-          use: what is done with it.
-          every_s: seconds between saves while a prompt is read, and where `use.answers` while
+          options: name a file that need not be there, or a folder, and say what becomes of it.
+          every_s: seconds between saves while a prompt is read, and where the answer is saved while
             tokens are sampled.
-
-        Raises:
-          BadSession: it is damaged, or no session.
-          SaveError: it could not be written later.
-          UsageError: it holds several sequences, and none of them is named.
         """
-        self.path = real_path(name)
-        tell = None if use.quiet else output.note
-        self._library = Library(self.path, tell=tell) if is_library(self.path) else None
-        self._use = use
-        self._saver = Saver(
-            self.path,
-            library=self._library,
-            overwrite=use.overwrite,
-            quiet=use.quiet,
+        self._options, self._way, self._n_held = options, Way.COMPARED, 0
+        run = options if isinstance(options, RunOptions) else None
+        name = options.session if isinstance(options, RunOptions) else options.output
+        assert name is not None
+        self._answers = run is not None and run.session_all and run.n_predict != 0
+        self._chunks = run is not None and run.reuse_chunks
+        super().__init__(
+            name,
+            seq_id=options.seq,
+            writes=run is None or not run.session_ro,
+            overwrite=options.overwrite,
             every_s=every_s,
-            seq_id=use.seq,
         )
-        self._n_held = 0
-        self._damage = ""
-        self._rewrites = False  # the chat template writes an earlier part otherwise
-        self._way = Way.COMPARED
-        self.opened = None
-        if self._library is not None and use.writes:
-            self._library.check_writable()
-        if self._library is not None and use.seq is not None:
-            raise UsageError(
-                f"{self.path}: is a folder of sessions, of a sequence each; name one for --seq"
-            )
-        if self._library is None and self.path.exists():
-            self._open()
 
-    def _open(self) -> None:
-        """Opens the file that is there; a damaged one that may be replaced counts as none."""
-        try:
-            opened = open_existing(self.path)
-        except BadSession as error:
-            self._replace_damaged(error)
-            return
-        self.opened = choose_sequence(opened, self._use.seq, is_new_one=self._use.writes)
-        self._saver.expect(self.path, held_tokens(self.opened))
+    def _note(self, line: str) -> None:
+        if not self._options.quiet:
+            output.note(line)
 
-    def _replace_damaged(self, error: BadSession) -> None:
-        """Does without a damaged session where --overwrite was given; else raises the error.
-
-        One of its sequences cannot be written beside others that cannot be read.
-        """
-        if not self._use.overwrite or self._use.seq is not None or not holds_session(self.path):
-            raise error
-        self._damage = str(error).partition("; ")[0].removeprefix(f"{self.path}: ")
-        self.opened = None
-        self._saver.expect_damage()
+    def _warn(self, line: str) -> None:
+        output.warn(line)
 
     def check(
         self, model: Opened, config: CacheConfig, policy: AnyPolicy | None, ids: Sequence[int]
@@ -159,7 +93,7 @@ class KeptSession:
         rolls = any(extent(g, config).rolls for g in model.spec.groups)
         extends = config.self_extend is not None and config.self_extend.kind == "cache"
         is_scored = isinstance(policy, ScoredPolicy)
-        if self._use.chunks and (rolls or extends or model.spec.recurrent is not None or is_scored):
+        if self._chunks and (rolls or extends or model.spec.recurrent is not None or is_scored):
             raise UsageError(
                 "--reuse_chunks fills gaps in the middle, which recurrent layers, layers that keep "
                 "tokens by score, SelfExtend in the cache and windows without --swa_full cannot; "
@@ -169,12 +103,12 @@ class KeptSession:
 
     def _check_loss(self, ids: Sequence[int]) -> None:
         """Refuses a prompt in whose place much of the held text would go."""
-        if self.opened is None or not self._use.writes or self._use.overwrite or self._rewrites:
+        if self.opened is None or not self._writes or self._may_lose:
             return
         held = held_tokens(self.opened)
         n_exact = self.opened.manifest.exact.get(self.opened.seq_id, len(held.ids))
         begins = common_prefix(held.ids, np.asarray(ids, np.int32)) == len(ids) <= n_exact
-        if begins and not self._use.answers:
+        if begins and not self._answers:
             return  # Nothing will be saved.
         n_lost = held.n_lost(ids)
         if replace.judge(held.n, n_lost) is Change.LOSES:
@@ -198,11 +132,11 @@ class KeptSession:
         decoder = None
         for entry in self._library.entries()[:_MOST_LOOKED_AT]:
             try:
-                found = open_existing(entry.path)
+                found = io.open_existing(entry.path)
             except (UsageError, BadSession):
                 continue
             if decoder is None:
-                spec = load.describe_model(name, progress=not self._use.quiet).spec
+                spec = load.describe_model(name, progress=not self._options.quiet).spec
                 decoder = identity(spec, "", "f32")["decoder"]
             if (found.manifest.fingerprint.get("model") or {}).get("decoder") == decoder:
                 return found
@@ -219,9 +153,10 @@ class KeptSession:
 
     def follows(self, given: Prompt) -> bool:
         """Whether a prompt follows all that the session holds."""
-        if self.opened is None or not len(self.opened.held[1]) or self._use.overwrite:
+        if self.opened is None or not len(self.opened.held[1]) or self._options.overwrite:
             return False
-        return given.is_none or self._use.append or (self._use.converse and given.chat)
+        converses = isinstance(self._options, RunOptions) and given.chat
+        return given.is_none or self._options.append or converses
 
     def tokens(self, given: Prompt, tokenizer: Tokenizer) -> list[int]:
         """All tokens of a prompt, before it those that it follows.
@@ -232,7 +167,7 @@ class KeptSession:
         Raises:
           UsageError: there is no session to resume, or nothing to append.
         """
-        if self._library is not None and self._use.append:
+        if self._library is not None and self._options.append:
             raise UsageError(f"{self.path}: is a folder of sessions; name the one to append to")
         if not self.follows(given) or self.opened is None:
             if given.is_none:
@@ -245,33 +180,18 @@ class KeptSession:
             return [*held, *([] if newest is None else [newest])]
         self._way = Way.APPENDED
         if given.chat and given.text is not None:
-            so_far = conversation.Conversation(ids=held, newest=newest, name=str(self.path))
-            turn = conversation.next_turn(so_far, given.text, given.system, tokenizer)
+            so_far = turns.HeldText(ids=held, newest=newest, name=str(self.path))
+            turn = turns.next_turn(so_far, given.text, given.system, tokenizer)
             if turn.unanswered:
                 output.warn(f"{self.path}: the message before has no answer, and gets none now")
             if turn.n_kept < len(held) or turn.ids == held:
                 self._way = Way.COMPARED
             if turn.rewritten is not None:
-                self._say(f"{self.path}: {turn.rewritten}; the former is kept with ~")
-                self._rewrites = True
-                self._saver.allow_loss()
+                self._note(f"{self.path}: {turn.rewritten}; the former is kept with ~")
+                self._may_lose = True
             return turn.ids
         more = prompt.behind(given, tokenizer)
         return held + ([] if newest is None or newest in tokenizer.eos_ids else [newest]) + more
-
-    def policy(self, ids: Sequence[int]) -> Mapping[str, Any] | None:
-        """The policy by position that the session was left with; None is none that is known.
-
-        It keeps no more of a prompt than both begin with. A run without a policy saves it again.
-        """
-        if self.opened is None or self._use.overwrite:
-            return None
-        said = self.opened.manifest.policies.get(self.opened.seq_id)
-        if said is not None and isinstance(said.get("n_keep"), int):
-            n = common_prefix(self.opened.held[1], np.asarray(ids, np.int32))
-            said = {**said, "n_keep": min(said["n_keep"], n)}
-        self._saver.policy = said
-        return said
 
     def begin(self, runtime: Runtime, ids: list[int]) -> Reading:
         """Restores what fits of the `tokens`, says so, and gives what is left to read.
@@ -280,29 +200,24 @@ class KeptSession:
           SessionMismatch: the session is of another model or cache.
           BadSession: it is damaged.
         """
-        if self._library is not None:
-            self._choose(self._library, runtime, ids)
-        if self.opened is None:
-            return self._begin_anew(ids)
-        try:
-            found = restore.restore_usable(
-                runtime, self.opened, ids, self._way, chunks=self._use.chunks
-            )
-        except BadSession as error:
-            self._replace_damaged(error)
-            return self._begin_anew(ids)
-        self._n_held = len(self.opened.held[1])
-        begins = bool(self.opened.seq_ids) and self.opened.seq_id not in self.opened.seq_ids
-        new = f"{self.path}: sequence {self._use.seq} begins, {len(ids):,} computed"
-        said, select = self.opened, runtime.config.select
-        how = phrases.sampled_by(said.manifest, said.seq_id, select)
-        self._say(new if begins else found.line + how)
-        return found.reading
-
-    def _begin_anew(self, ids: list[int]) -> Reading:
-        why = f"damaged and replaced: {self._damage}" if self._damage else "no such session yet"
-        self._say(f"{self.path}: nothing restored, {len(ids):,} computed: {why}")
-        return dataclasses.replace(all_of(ids), n_restored=0)
+        found = self.restore(runtime, ids, way=self._way, chunks=self._chunks)
+        opened, n = self.opened, f"{len(ids):,} computed"
+        if opened is None:
+            why = f"damaged and replaced: {self._damage}" if self._damage else "no such session yet"
+            self._note(f"{self.path}: nothing restored, {n}: {why}")
+        elif opened.seq_ids and opened.seq_id not in opened.seq_ids:
+            self._note(f"{self.path}: sequence {self._options.seq} begins, {n}")
+        else:
+            how = phrases.sampled_by(opened.manifest, opened.seq_id, runtime.config.select)
+            self._note(phrases.restored(opened.path, found) + how)
+        self._n_held = 0 if opened is None else len(opened.held[1])
+        return Reading(
+            ids=ids,
+            n_restored=found.n_restored,
+            spans=found.spans,
+            after=found.after,
+            reused=reused_part(found.n_exact, "session" if found.plan is None else "reuse_chunks"),
+        )
 
     def during_prompt(self, runtime: Runtime, reading: Reading) -> None:
         """Starts to save what was read of a prompt, if the last save is long enough ago.
@@ -310,83 +225,25 @@ class KeptSession:
         What the session held is kept as `F~` where the part has less. A prompt that is appended is
         saved whole or not at all: the same command would append it to a part of itself.
         """
-        appended = self._way is Way.APPENDED
-        if appended or reading.whole or not (self._use.writes and self._saver.due):
+        if self._way is Way.APPENDED or reading.whole or not self.due:
             return
         check_sound(self.path, runtime, reading)
-        self._saver.start(runtime, reading.read, is_part=True)
+        self.save(runtime, reading.read, is_part=True)
 
     def after_prompt(self, runtime: Runtime, reading: Reading) -> None:
         """Starts to save the prompt, if there is more of it than the session holds."""
         if reading.after is not None:
             return
         n_more = len(runtime.token_history()[1]) - self._n_held
-        if reading.whole and not self._is_new(reading.ids, runtime):
-            if self._library is not None and self._use.writes and self.opened is not None:
-                try:
-                    self._library.touch(self.opened.path)
-                except KvrtError as error:
-                    output.warn(f"{self.opened.path}: its use is not noted: {error}")
+        if reading.whole and not self.lacks(runtime, reading.ids):
+            self.note_use()
         elif self._way is Way.APPENDED and not reading.whole:
             # Half of it would be held twice when the same command is given again.
-            self._say(f"{self.path}: stays as it was, for not all of the prompt was read")
+            self._note(f"{self.path}: stays as it was, for not all of the prompt was read")
         elif reading.whole or n_more > 0:
-            if self._use.writes:
+            if self._writes:
                 check_sound(self.path, runtime, reading)
             self.save(runtime, reading.read)
-
-    def save(self, runtime: Runtime, ids: Sequence[int], draw: SamplingState | None = None) -> None:
-        """Starts to save all that a runtime holds, after the save that is running.
-
-        Args:
-          runtime: what is saved.
-          ids: all tokens that were read and sampled.
-          draw: where sampling was left.
-        """
-        if self._use.writes:
-            self._saver.start(runtime, ids, draw)
-
-    @property
-    def alone(self) -> bool:
-        """Whether this process saves without others, which would have to take part."""
-        return self._saver.alone
-
-    @property
-    def due(self) -> bool:
-        """Whether what was sampled has to be saved again."""
-        return self._use.writes and self._use.answers and self._saver.due
-
-    def finish(self) -> None:
-        """Waits for the save that is running.
-
-        Raises:
-          SaveError: it failed.
-        """
-        self._saver.finish()
-
-    def _choose(self, library: Library, runtime: Runtime, ids: list[int]) -> None:
-        """The best session of the folder, and the name of the one to write."""
-        digest = fingerprint.digest(runtime.fingerprint)
-        match = library.best(digest, ids)
-        self.opened = None if match is None else open_existing(match.entry.path)
-        if self.opened is not None:
-            n = max((g.n_used for g in self.opened.manifest.groups), default=0)
-            n_ctx = runtime.config.n_ctx
-            if n > n_ctx:
-                self._say(f"{self.opened.path}: has {n:,} cells, -c gives {n_ctx:,}: left out")
-                self.opened = None
-        name = hashlib.sha256(digest.encode() + np.asarray(ids, "<i4").tobytes()).hexdigest()
-        self.path = library.folder / f"{name[:32]}.kv"
-        self._saver.expect(self.path, None)
-
-    def _is_new(self, ids: list[int], runtime: Runtime) -> bool:
-        """Whether the session does not begin with all of a prompt already, as exact as now."""
-        if self.opened is None:
-            return True
-        n_exact = self.opened.manifest.exact.get(self.opened.seq_id)
-        if runtime.n_exact() is None and n_exact is not None and n_exact < len(ids):
-            return True
-        return common_prefix(self.opened.held[1], np.asarray(ids, np.int32)) < len(ids)
 
     def _nothing(self) -> UsageError:
         what = "which of its sessions" if self._library else "what"
@@ -395,6 +252,15 @@ class KeptSession:
             "with -p, -f or --tokens"
         )
 
-    def _say(self, line: str) -> None:
-        if not self._use.quiet:
-            output.note(line)
+
+def check_sound(path: Path, runtime: Runtime, reading: Reading) -> None:
+    """Refuses to save keys and values that are not finite.
+
+    Every later token sees them, so the last one's logits tell; without them the arrays do.
+    """
+    if reading.whole and can_sample(runtime.last_logits(0)[0]):
+        return
+    found = find_damage(runtime.snapshot())
+    if reading.whole or found:
+        why = found or "the logits of the last token have NaN, +inf or no finite value"
+        raise BadLogits(f"{path}: not saved, since {why}; the weights are damaged: check the model")

@@ -81,9 +81,9 @@ def prompt_ids(prompt: Prompt, tokenizer: "Tokenizer", *, chat: bool) -> list[in
         return _known(prompt.ids, tokenizer)
     if chat:
         # Late, so that a mistake in a file is reported at once.
-        from kvrt.cli.run import conversation
+        from kvrt.cli.run import turns
 
-        ids = conversation.first_turn(prompt.text, prompt.system, tokenizer)
+        ids = turns.first_turn(prompt.text, prompt.system, tokenizer)
     else:
         ids = tokenizer.encode(prompt.text)
     if not ids:

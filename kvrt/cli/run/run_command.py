@@ -1,31 +1,36 @@
-"""`kvrt run`: loads a model, evaluates the prompt, streams what follows, and reports."""
+"""`kvrt run` and `kvrt prefill`: a prompt is read, perhaps into a session, and continued."""
 
 import dataclasses
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvrt.cli.flags.evaluate import RunOptions
+from kvrt.cli.flags.session_files import PrefillOptions
 from kvrt.cli.process import output
 from kvrt.cli.process.interrupt import Interrupt
-from kvrt.cli.report import summary
-from kvrt.cli.report.exactness import exactness_lines
-from kvrt.cli.run import echo, prompt
+from kvrt.cli.process.startup import ready
+from kvrt.cli.report import phrases, summary
+from kvrt.cli.report.summary import exactness_lines
+from kvrt.cli.report.tables import printable
+from kvrt.cli.run import prompt
+from kvrt.cli.run.conversation import PromptRun
 from kvrt.cli.run.generation import Generation
-from kvrt.cli.run.kept_session import KeptSession, SessionUse
-from kvrt.cli.run.prompt_run import PromptRun
-from kvrt.cli.session.open_session import follow_sampling, is_library
-from kvrt.cli.setup.drafter import open_drafter
-from kvrt.cli.setup.open_runtime import ready
+from kvrt.cli.run.kept_session import KeptSession
+from kvrt.cli.session.open_session import follow_sampling
+from kvrt.cli.setup.model import open_drafter
 from kvrt.errors import BadLogits, CacheFull, UsageError
 from kvrt.options.cache import CacheConfig
+from kvrt.session.io import is_library
+from kvrt_models.tokenizer.encode import Tokenizer
+
+MOST_SHOWN = 400  # characters; of a longer prompt the end is shown
+_WORD = 40  # characters in which a word is expected to end
 
 
 def execute(options: RunOptions, given: prompt.Prompt) -> int:
-    """Runs the command and returns its exit code.
-
-    Raises:
-      KvrtError: what keeps the run from starting, or ended it; the text so far is written.
-    """
+    """Runs the command and returns its exit code; raises KvrtError."""
     with ready(options):
         return _execute(options, given)
 
@@ -35,10 +40,10 @@ def _execute(options: RunOptions, given: prompt.Prompt) -> int:
     if name is not None:
         options = _remembers(options, name)
         _check_stride(options)
-        kept = _session(options, name)
+        kept = KeptSession(options)
         if kept.follows(given):
             options = follow_sampling(options, kept.opened)
-    reader = PromptRun(options, given, kept, quiet=options.quiet)
+    reader = PromptRun(options, given, kept)
     n_vocab = reader.model.spec.n_vocab
     if options.logprobs > n_vocab:
         raise UsageError(f"--logprobs {options.logprobs}: the vocabulary has {n_vocab:,} tokens")
@@ -48,8 +53,7 @@ def _execute(options: RunOptions, given: prompt.Prompt) -> int:
         # Whatever fails, as a terminal does that is closed: a save that has begun ends.
         try:
             reading = reader.read(interrupt)
-            note = reader.weights.note(reader.model)
-            job = Generation(options, reader.model, reader.runtime, reading, note, drafter)
+            job = reader.generation(reading, drafter)
             reason = _answer(options, reader, job, interrupt)
         finally:
             reader.finish()
@@ -62,7 +66,7 @@ def _answer(options: RunOptions, reader: PromptRun, job: Generation, interrupt: 
     """Writes what follows the prompt, starts to save it, and reports; returns why it ended."""
     shown = not (options.quiet or options.json or options.chat)
     if shown and job.reading.whole and options.n_predict != 0:
-        echo.show(job.reading.ids, reader.model.tokenizer)
+        show_prompt(job.reading.ids, reader.model.tokenizer)
     reason = _write(reader, job, interrupt, answers=options.session_all)
     if options.session_all and job.failed is None:
         reader.keep(job)
@@ -102,21 +106,6 @@ def _check_stride(options: RunOptions) -> None:
         )
 
 
-def _session(options: RunOptions, name: str) -> KeptSession:
-    """The session that the flags name."""
-    use = SessionUse(
-        writes=not options.session_ro,
-        answers=options.session_all and options.n_predict != 0,
-        overwrite=options.overwrite,
-        append=options.append,
-        converse=True,
-        chunks=options.reuse_chunks,
-        quiet=options.quiet,
-        seq=options.seq,
-    )
-    return KeptSession(name, use)
-
-
 def _write(reader: PromptRun, job: Generation, interrupt: Interrupt, *, answers: bool) -> str:
     """Writes what follows, saving it from time to time if `answers`; returns why it ended.
 
@@ -149,3 +138,56 @@ def _report(options: RunOptions, job: Generation, reason: str) -> None:
         shared = sys.stdout.isatty() and sys.stderr.isatty()
         gap = "\n\n" if shared and not job.last.endswith("\n") else "\n"
         output.note(gap + "\n".join(summary.summary(outcome)))
+
+
+def show_prompt(ids: Sequence[int], tokenizer: Tokenizer) -> None:
+    """Writes the prompt on standard error, if that is a terminal, so that the text follows it."""
+    if not sys.stderr.isatty():
+        return
+    from rich.text import Text
+
+    console = output.console(highlight=False, soft_wrap=True)
+    console.print(Text(prompt_ending(ids, tokenizer), style="dim"), end="")
+
+
+def prompt_ending(ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """The text of a prompt, of a long one the last words behind an ellipsis.
+
+    Control tokens give nothing; control characters are escaped, but for line ends and tabs.
+    """
+    text = tokenizer.decode(ids[-MOST_SHOWN:])
+    if len(ids) > MOST_SHOWN or len(text) > MOST_SHOWN:
+        # A character or a word may have been cut in two.
+        text = text[-MOST_SHOWN:].lstrip("\ufffd")
+        found = re.search(r"\s", text[:_WORD])
+        text = "…" + (text[found.start() :] if found else text)
+    else:
+        # Some vocabularies put a space before a text.
+        text = text.lstrip(" ")
+    return re.sub(r"[^\n\t]+", lambda part: printable(part[0]), text)
+
+
+def execute_prefill(options: PrefillOptions, given: prompt.Prompt) -> int:
+    """Runs the command and returns its exit code; raises KvrtError."""
+    if options.schema is not None:
+        from kvrt.cli.ask import modules
+
+        return modules.encode_modules(options, given)
+    if options.as_chunk:
+        given = dataclasses.replace(given, alone=True)
+    with ready(options):
+        return _prefill(options, given)
+
+
+def _prefill(options: PrefillOptions, given: prompt.Prompt) -> int:
+    reader = PromptRun(options, given, KeptSession(options))
+    reader.prepare()
+    with Interrupt() as interrupt:
+        try:
+            reading = reader.read(interrupt)
+        finally:
+            reader.finish()
+        if not options.quiet:
+            n = reading.n_done
+            output.note(f"{phrases.counted(n, 'token')} read in {reading.seconds:.2f} s")
+        return 0 if reading.whole else interrupt.exit_code

@@ -13,13 +13,13 @@ import numpy as np
 from kvrt.cli.flags.session_files import ExplainOptions
 from kvrt.cli.process import output
 from kvrt.cli.report import phrases
-from kvrt.cli.run import earlier_turns, prompt
-from kvrt.cli.session.open_session import choose_sequence, is_library, open_existing
+from kvrt.cli.run import prompt, turns
 from kvrt.errors import SessionMismatch, UsageError
 from kvrt.reuse.plan import ReusePlan, plan_reuse
 from kvrt.reuse.tree import RadixTree
 from kvrt.session import OpenedSession
 from kvrt.session.change import edit
+from kvrt.session.io import is_library, open_existing
 from kvrt.session.library.library import Library
 from kvrt_models import load
 from kvrt_models.tokenizer.encode import Tokenizer
@@ -29,23 +29,18 @@ _ALIKE, _SKIPPED = 8, 3  # tokens that say that a text continues as held, and ho
 
 
 def execute(options: ExplainOptions, given: prompt.Prompt) -> int:
-    """Runs the command and returns its exit code.
-
-    Raises:
-      BadSession: the session is damaged.
-      SessionMismatch: it has another tokenizer.
-    """
+    """Runs the command and returns its exit code; raises KvrtError."""
     assert options.session is not None
     path = Path(options.session)
     tokenizer = load.open_tokenizer(options.model)
     ids = prompt.prompt_ids(given, tokenizer, chat=given.chat)
     choice = _choice(path, ids, tokenizer, options.model) if is_library(path) else None
-    opened = choice.opened if choice else choose_sequence(open_existing(path), options.seq)
+    opened = choice.opened if choice else open_existing(path).choose(options.seq, name="--seq")
     _check(opened, tokenizer, options.model)
     plan, chunks = (_plan(opened, ids, chunks=chunks) for chunks in (False, True))
     held = opened.held[1]
     sides = _sides(plan, held, np.asarray(ids, np.int32), tokenizer)
-    gone = earlier_turns.left_out(held.tolist(), tokenizer) if given.chat else None
+    gone = turns.left_out(held.tolist(), tokenizer) if given.chat else None
     if options.json:
         facts: dict[str, Any] = {"folder": choice.fields()} if choice else {}
         if given.chat:
@@ -82,8 +77,8 @@ class Choice:
         like = f", as {', '.join(self.others)}" if self.others else ""
         return [
             f"{folder}: {n} {'session' if n == 1 else 'sessions'} of this kind",
-            f"{self.opened.path.name} shares the first {self.n_common:,} "
-            f"{phrases.token_noun(self.n_common)}{like}",
+            f"{self.opened.path.name} shares the first "
+            f"{phrases.counted(self.n_common, 'token')}{like}",
             f"no other continues: {', '.join(self.leaves)}",
         ]
 
@@ -168,7 +163,7 @@ def _n_left_out(held: np.ndarray, wanted: np.ndarray, at: int) -> int:
 
 def _lines(path: Path, plan: ReusePlan, chunks: ReusePlan, sides: Sides | None) -> list[str]:
     n = plan.n_wanted
-    out = [f"{path}: {plan.n_reused:,} of {n:,} {phrases.token_noun(n)} would be reused"]
+    out = [f"{path}: {plan.n_reused:,} of {phrases.counted(n, 'token')} would be reused"]
     if sides is not None:
         out += [
             f"first difference at token {sides.at:,}",

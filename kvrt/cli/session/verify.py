@@ -10,10 +10,11 @@ from kvrt.cli.flags.evaluate import EvalFlags
 from kvrt.cli.flags.session_files import VerifyOptions
 from kvrt.cli.process import output
 from kvrt.cli.report import phrases
-from kvrt.cli.session.open_session import check_fits, follow, naming_session, open_existing
+from kvrt.cli.session.open_session import check_fits, follow
 from kvrt.errors import BadSession, CannotRewind
 from kvrt.session import OpenedSession, fingerprint
 from kvrt.session.change.damage import find_damage
+from kvrt.session.io import open_existing
 from kvrt.session.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -21,19 +22,14 @@ if TYPE_CHECKING:
 
 
 def execute(options: VerifyOptions) -> int:
-    """Runs the command and returns its exit code.
-
-    Raises:
-      BadSession: it is damaged.
-      SessionMismatch: it does not fit the model.
-    """
+    """Runs the command and returns its exit code; raises KvrtError."""
     assert options.session is not None
     opened = open_existing(Path(options.session))
     snapshot = session.read(opened)
     if found := find_damage(snapshot):
         raise BadSession(f"{opened.path}: {found}; compute the session again")
     n = sum(opened.manifest.n_tokens.values())
-    said = f"{opened.path}: sound, {n:,} {phrases.token_noun(n)}"
+    said = f"{opened.path}: sound, {phrases.counted(n, 'token')}"
     if options.model is not None:
         from kvrt.cli.process import startup  # late: only a model needs JAX
 
@@ -41,7 +37,7 @@ def execute(options: VerifyOptions) -> int:
         startup.keep_programs_or_warn()
         with startup.enough_memory():
             runtime = _runtime(options, options.model, opened)
-            with naming_session(opened.path):
+            with opened.naming():
                 fingerprint.check_match(snapshot.fingerprint, runtime.fingerprint, convert=False)
             said += f"; fits {options.model}"
             if options.check_logits:
@@ -57,7 +53,7 @@ def compare_logits(runtime: "Runtime", snapshot: Snapshot, opened: OpenedSession
     Raises:
       BadSession: they are not the same.
     """
-    with naming_session(opened.path):
+    with opened.naming():
         runtime.restore(snapshot, {opened.seq_id: 0} if snapshot.seq_ids else None)
     pos, ids = runtime.token_history()
     if opened.seq_id not in snapshot.logits or not len(ids):
@@ -85,24 +81,17 @@ def compare_logits(runtime: "Runtime", snapshot: Snapshot, opened: OpenedSession
 def _runtime(options: VerifyOptions, name: str, opened: OpenedSession) -> "Runtime":
     """A runtime like the one that the session is from, with the model's weights."""
     from kvrt import Runtime
-    from kvrt.cli.process import startup, status
+    from kvrt.cli.process import output, startup
     from kvrt.cli.setup.config import cache_config
-    from kvrt.cli.setup.model import open_with_status
-    from kvrt.cli.setup.weights import choose_weights
+    from kvrt.cli.setup.model import choose_weights, open_with_status
 
     weights = choose_weights(options.dtype, opened)
     flags = follow(EvalFlags(model=name), opened.manifest)
-    model = open_with_status(
-        name,
-        dtype=weights.dtype,
-        on_host=False,
-        quiet=options.quiet,
-        window_sinks=flags.window_sinks,
-    )
+    model = open_with_status(flags, weights.dtype, quiet=options.quiet)
     spec = model.spec
     config = cache_config(flags, max(spec.n_ctx_train, flags.n_ctx))
     check_fits(opened, model, config)
     startup.check_memory(spec.groups, config, spec.recurrent, widened=model.widened_bytes)
-    with status.waiting("reading weights", not options.quiet):
+    with output.waiting("reading weights", not options.quiet):
         loaded = model.wait()
     return Runtime(loaded.decoder, config, identity=loaded.identity)

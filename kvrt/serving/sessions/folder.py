@@ -6,8 +6,8 @@ from pathlib import Path
 from kvrt.errors import BadSession, KvrtError, UsageError
 from kvrt.options.engine import SessionDir
 from kvrt.session import io
-from kvrt.session.library.entries import Match
 from kvrt.session.library.library import Library
+from kvrt.session.library.stored import Match
 from kvrt.session.snapshot import Snapshot
 
 

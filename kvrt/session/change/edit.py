@@ -1,9 +1,13 @@
 """Sessions made of sessions, without a model: cut at a token, or in another KV dtype."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 
+import jax
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from kvrt.cellcache import contents, recurrent, window
@@ -17,11 +21,11 @@ from kvrt.cellcache.saved import KeptStates
 from kvrt.cells.cells import create
 from kvrt.cells.edits import Remove
 from kvrt.config import MaskSpec
-from kvrt.errors import BadSequence
-from kvrt.kv_types import KeyDtypes, KVDtypes
+from kvrt.errors import BadSequence, UsageError
+from kvrt.kv_types import CODECS, KeyDtypes, KVDtype, KVDtypes
 from kvrt.options.cache import CacheConfig
 from kvrt.session import described, kv_arrays
-from kvrt.session.change import recode
+from kvrt.session.kv_arrays import KVKind, on_host, stored
 from kvrt.session.manifest import Manifest
 from kvrt.session.snapshot import (
     CheckpointPart,
@@ -32,6 +36,78 @@ from kvrt.session.snapshot import (
     some_of_part,
 )
 from kvrt.sizes import types_of
+from kvrt.store import codec, hadamard
+from kvrt.store.codec import AnyKVArray, Quantized
+
+_encode = jax.jit(codec.encode, static_argnums=2)
+_decode = jax.jit(codec.decode, static_argnums=1)
+
+
+def converted(kv: AnyKVArray, old: KVKind, new: KVKind, group: int) -> AnyKVArray:
+    """Keys or values of one kind as another.
+
+    Raises:
+      UsageError: a value has no finite counterpart in the type.
+      BadConfig: the type's groups do not fill a head.
+    """
+    if old == new:
+        return on_host(kv)
+    wide = _wide(kv)
+    if old.n_hadamard != new.n_hadamard:
+        wide = hadamard.transform(jnp.asarray(wide), old.n_hadamard)
+        wide = hadamard.transform(wide, new.n_hadamard)
+    if new.type in CODECS:
+        out = on_host(_encode(wide, _like(new.type, wide.shape[-1]), -1))
+    else:
+        with np.errstate(over="ignore"):
+            dtype = ml_dtypes.bfloat16 if new.type == "bf16" else stored(new.type)
+            out = np.asarray(wide).astype(dtype)
+        out = out.view(np.uint16) if new.type == "bf16" else out
+    _check_held(np.asarray(wide), out, new.type, group)
+    return out
+
+
+def _wide(kv: AnyKVArray) -> np.ndarray:
+    """Keys or values in float32 on the host; only quantized ones need a program, one a shape."""
+    kv = on_host(kv)
+    if isinstance(kv, Quantized):
+        return np.asarray(_decode(kv, -1))
+    x = np.asarray(kv)
+    return (x.view(ml_dtypes.bfloat16) if x.dtype == np.uint16 else x).astype(np.float32)
+
+
+@functools.cache
+def _like(kv_dtype: KVDtype, n_channels: int) -> codec.KVArray:
+    return codec.zeros(kv_dtype, (1, 1, 1, n_channels), 3)
+
+
+def _check_held(wide: np.ndarray, out: AnyKVArray, kv_dtype: KVDtype, group: int) -> None:
+    """Refuses what the dtype made infinite, or cut off."""
+    most = float(np.abs(wide).max(initial=0.0))
+    if not np.isfinite(most):
+        return
+    held = np.isfinite(_wide(out)).all()
+    if isinstance(out, Quantized) and out.scale.dtype == np.float16:
+        held = held and most <= float(np.finfo(np.float16).max)
+    if not held:
+        raise UsageError(
+            f"group {group} holds values up to {most:g}, which {kv_dtype} cannot hold; convert to "
+            "bf16"
+        )
+
+
+def reordered(kv: AnyKVArray, order: np.ndarray, n_hadamard: int) -> AnyKVArray:
+    """Keys with channels in another order; quantized again, for their groups are others.
+
+    Args:
+      kv: on the host.
+      order: which channel stands where.
+      n_hadamard: size of the Hadamard transform before they were quantized, 0 for none.
+    """
+    if not isinstance(kv, Quantized):
+        return np.asarray(kv)[..., order]
+    plain = hadamard.transform(_decode(kv, -1), n_hadamard)[..., order]
+    return on_host(_encode(hadamard.transform(plain, n_hadamard), kv, -1))
 
 
 def cut(snapshot: Snapshot, seq_id: int, p0: int, p1: int | None = None) -> Snapshot:
@@ -99,8 +175,8 @@ def convert(
         old, new = kv_arrays.kinds(said, i), kv_arrays.kinds(changed, i)
         blocks = [
             KVBlock(
-                k=recode.converted(b.k, old[0], new[0], i),
-                v=recode.converted(b.v, old[1], new[1], i),
+                k=converted(b.k, old[0], new[0], i),
+                v=converted(b.v, old[1], new[1], i),
             )
             for b in part.blocks
         ]

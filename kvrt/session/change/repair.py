@@ -19,7 +19,7 @@ from kvrt.errors import DAMAGED, BadSession, CannotRewind
 from kvrt.session import codec, expected, io
 from kvrt.session.change import edit
 from kvrt.session.change.sequences import join_sequences
-from kvrt.session.divided.division import pieces
+from kvrt.session.divided import pieces
 from kvrt.session.kv_file.blobs import Tensors
 from kvrt.session.manifest import Manifest
 from kvrt.session.snapshot import (

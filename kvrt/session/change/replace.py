@@ -20,7 +20,7 @@ from kvrt.errors import BadSession, SaveError
 from kvrt.files import atomic
 from kvrt.reuse.diff import common_prefix, runs
 from kvrt.session import codec
-from kvrt.session.fingerprint import Fingerprint
+from kvrt.session.fingerprint import Fingerprint, digest
 from kvrt.session.kv_file import file as kv_file
 from kvrt.session.orbax import folder
 from kvrt.session.snapshot import Snapshot
@@ -82,6 +82,15 @@ class SessionTokens:
     def n_lost(self, new: Ids) -> int:
         """Tokens that are not in a new history of one sequence."""
         return n_lost(self.ids, new) + self.n_more
+
+    def is_alike(self, other: "SessionTokens") -> bool:
+        """Whether both are of one model and cache."""
+        return digest(self.fingerprint) == digest(other.fingerprint)
+
+    def is_same(self, other: "SessionTokens") -> bool:
+        """Whether both are the same tokens of one model and cache."""
+        same = self.n_more == other.n_more and np.array_equal(self.ids, other.ids)
+        return same and self.is_alike(other)
 
 
 def read_held(path: Path, seq_id: int | None = None) -> SessionTokens:

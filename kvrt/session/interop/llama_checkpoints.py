@@ -21,8 +21,14 @@ from kvrt.session import owners
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.interop import foreign
 from kvrt.session.interop.llama_format import CHECKPOINTS, CHECKPOINTS_VERSION, Place, sections
-from kvrt.session.interop.llama_sections.read import FileOf, Section, read_section
-from kvrt.session.interop.llama_sections.write import Written, WrittenCells, section
+from kvrt.session.interop.llama_sections import (
+    FileOf,
+    Section,
+    Written,
+    WrittenCells,
+    read_section,
+    section,
+)
 from kvrt.session.interop.llama_states import checkpoint_section, read_states
 from kvrt.session.interop.source import Source
 from kvrt.session.owners import Owned

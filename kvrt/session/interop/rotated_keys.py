@@ -13,7 +13,7 @@ from kvrt.arrays import Array, Float, Int32
 from kvrt.config import GroupSpec, RopeLayout
 from kvrt.errors import SessionMismatch
 from kvrt.session import kv_arrays
-from kvrt.session.change import recode
+from kvrt.session.change import edit
 from kvrt.session.kv_arrays import KVKind
 from kvrt.session.snapshot import CheckpointPart, GroupPart, KVBlock, Snapshot
 from kvrt.store import rope
@@ -80,9 +80,9 @@ class _Keys:
             return k
         freqs = jnp.asarray(rope.frequencies(spec, self.n_ctx))
         scale = jnp.float32(rope.magnitude(spec, self.n_ctx))
-        wide = jnp.asarray(recode.converted(k, self.kind, _F32, self.number))
+        wide = jnp.asarray(edit.converted(k, self.kind, _F32, self.number))
         found = np.asarray(_rotated(wide, jnp.asarray(pos), freqs, scale, spec.layout))
-        return recode.converted(found, _F32, self.kind, self.number)
+        return edit.converted(found, _F32, self.kind, self.number)
 
 
 def _n_ctx(said: Mapping[str, Any], group: int) -> int:

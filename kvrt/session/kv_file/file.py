@@ -80,35 +80,19 @@ def save(
 
 
 def read_manifest(path: Path) -> Manifest:
-    """What a session says of itself; keys and values are neither read nor checked.
-
-    Raises:
-      BadSession: it is damaged, or no session.
-    """
+    """As `io.read_manifest`; raises BadSession."""
     with _opened(path) as (_, _, found):
         return found
 
 
 def read_cells(path: str | Path, *, is_use: bool = True) -> tuple[Manifest, Tensors]:
-    """A session's manifest, and its cells, tokens and logits; keys and values are not read.
-
-    Args:
-      path: of the file.
-      is_use: False leaves the file's time of access alone where the system can.
-
-    Raises:
-      BadSession: it is damaged, or no session.
-    """
+    """As `io.read_cells`; raises BadSession."""
     with _opened(Path(path), is_use=is_use) as (fd, _, found):
         return found, blobs.read_blob(fd, found.meta, "the cells")
 
 
 def open_session(path: Path, *, is_use: bool = True) -> OpenedSession:
-    """All of a session but its cached keys and values, checked; arguments as of `read_cells`.
-
-    Raises:
-      BadSession: it is damaged, or no session.
-    """
+    """As `io.open_session`; raises BadSession."""
     with _opened(path, is_use=is_use) as (fd, first, found):
         meta = blobs.read_blob(fd, found.meta, "the cells")
     return opened_session(path, found, first.sha256, meta)
@@ -137,11 +121,7 @@ def read(path: Path, known: OpenedSession | None = None) -> Snapshot:
 
 
 def read_parts(path: Path) -> tuple[Manifest, list[Tensors | BadSession]]:
-    """The manifest of a damaged session, and each blob, or what is wrong with it.
-
-    Raises:
-      BadSession: no manifest is proven by its sha256.
-    """
+    """As `io.read_parts`; raises BadSession where no manifest is proven by its sha256."""
     with _naming(path) as fd:
         found = _proven_manifest(fd)
         return found, [

@@ -6,22 +6,25 @@ tokens decide.
 """
 
 import contextlib
+import hashlib
 import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Int32  # not from arrays: a list of sessions needs no JAX
 
-from kvrt.errors import KvrtError, UsageError
+from kvrt.config import MAX_POS
+from kvrt.errors import BadSession, KvrtError, UsageError
 from kvrt.files import atomic
 from kvrt.reuse.diff import common_prefix
 from kvrt.reuse.tree import RadixTree
+from kvrt.session import fingerprint, io
 from kvrt.session.library import index, stored
-from kvrt.session.library.content import content_of, read_files
-from kvrt.session.library.entries import (
+from kvrt.session.library.stored import (
     Content,
     Entry,
     Match,
@@ -31,15 +34,120 @@ from kvrt.session.library.entries import (
     Tokens,
     is_as_added,
 )
-from kvrt.session.library.records import (
-    BLOCK,
-    MAX_INT,
-    as_int32,
-    chain,
-    forget,
-    insert,
-    not_taken,
-)
+
+
+def content_of(path: Path) -> Content:
+    """Fingerprint, tokens and size of a session; its time of access stays, where the system can.
+
+    Raises:
+      BadSession: it is damaged, no session, or holds no token that could be found again.
+    """
+    opened = io.open_session(path, is_use=False)
+    # Keys and values after a hole or a move are not those that these tokens would give.
+    ids = opened.held[1][: opened.manifest.exact.get(opened.seq_id)]
+    if not len(ids):
+        raise BadSession(f"{path}: it holds no tokens that a prompt could begin with")
+    digest = fingerprint.digest(opened.manifest.fingerprint)
+    return Content(fingerprint=digest, tokens=ids, n_bytes=stored.bytes_on_disk(path))
+
+
+class Read(NamedTuple):
+    """The status of a file before it was read, and its content, or why it has none."""
+
+    status: os.stat_result
+    content: Content | KvrtError | OSError
+
+
+def read_files(
+    folder: Path, read_tokens: Callable[[Path], Content], known: Mapping[str, Read]
+) -> dict[str, Read]:
+    """All sessions of a folder by name; those that are as they are known are not read again."""
+    out = {}
+    for name in stored.names(folder):
+        path, earlier = folder / name, known.get(name)
+        status = stored.status(path)
+        if status is None:
+            continue  # It has gone meanwhile.
+        if earlier and stored.is_same(earlier.status, status):
+            out[name] = earlier
+            continue
+        try:
+            out[name] = Read(status, read_tokens(path))
+        except (KvrtError, OSError) as error:
+            out[name] = Read(status, error)
+    return out
+
+
+BLOCK = 256  # tokens that one digest of a chain stands for
+MAX_INT = 2**62  # no count or time of ours comes near
+
+
+def insert(
+    db: sqlite3.Connection, name: str, content: Content, status: os.stat_result, used_ns: int
+) -> None:
+    """One session with the chain of its blocks, in place of what had its name."""
+    ids = as_int32(content.tokens)
+    if not len(ids) or not 0 <= content.n_bytes < MAX_INT or not content.fingerprint:
+        raise UsageError(
+            f"{name} has {len(ids)} tokens, {content.n_bytes} bytes and the fingerprint "
+            f"{content.fingerprint!r}; an entry needs tokens, a size and a fingerprint"
+        )
+    forget(db, name)
+    db.execute(
+        "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            name,
+            content.fingerprint,
+            ids.astype("<i4").tobytes(),
+            len(ids),
+            content.n_bytes,
+            status.st_size,
+            status.st_mtime_ns,
+            used_ns,
+        ),
+    )
+    digests = ((digest, name) for digest in chain(content.fingerprint, ids))
+    db.executemany("INSERT INTO blocks VALUES (?, ?)", digests)
+
+
+def not_taken(db: sqlite3.Connection, used_ns: int) -> int:
+    """A time of use, or the first after it that no session has."""
+    if not 0 <= used_ns < MAX_INT:
+        raise UsageError(f"a session used at {used_ns} ns since 1970; give a time from then to now")
+    later = db.execute("SELECT used_ns FROM sessions WHERE used_ns >= ?", (used_ns,))
+    taken = {x for (x,) in later}
+    while used_ns in taken:
+        used_ns += 1
+    return used_ns
+
+
+def forget(db: sqlite3.Connection, name: str) -> None:
+    """Takes a session out of the index."""
+    db.execute("DELETE FROM sessions WHERE name = ?", (name,))
+    db.execute("DELETE FROM blocks WHERE name = ?", (name,))
+
+
+def as_int32(tokens: Tokens) -> Int32[np.ndarray, " T"]:
+    """The tokens as int32.
+
+    Raises:
+      UsageError: one is negative or beyond 2^31 - 1.
+    """
+    ids = np.asarray(tokens, np.int64)
+    if ids.size and not 0 <= ids.min() <= ids.max() <= MAX_POS:
+        raise UsageError(f"token ids from {ids.min()} to {ids.max()}; they are 0 to {MAX_POS}")
+    return ids.astype(np.int32)
+
+
+def chain(fingerprint: str, ids: np.ndarray) -> Iterator[bytes]:
+    """A digest of the fingerprint, then one of each full block and the digest before it."""
+    digest = hashlib.sha256(b"kvrt blocks 1\0" + fingerprint.encode()).digest()
+    yield digest
+    for start in range(0, len(ids) - BLOCK + 1, BLOCK):
+        block = ids[start : start + BLOCK].astype("<i4").tobytes()
+        digest = hashlib.sha256(digest + block).digest()
+        yield digest
+
 
 _SILENT_S = 1.0  # what takes longer is told
 _COLUMNS = "name, fingerprint, n_tokens, n_bytes, size, mtime_ns, used_ns, length(tokens)"

@@ -27,7 +27,7 @@ from kvrt.errors import DAMAGED, BadSession, SaveError, reason
 from kvrt.files import atomic, regular
 from kvrt.session import codec, expected
 from kvrt.session import manifest as manifests
-from kvrt.session.divided.blocks import DividedBlocks, divided_groups
+from kvrt.session.divided import DividedBlocks, divided_groups
 from kvrt.session.kv_file import blobs
 from kvrt.session.kv_file.blobs import Tensors
 from kvrt.session.kv_file.file import Before, Saved
@@ -35,7 +35,7 @@ from kvrt.session.library import stored
 from kvrt.session.library.stored import FOLDER_INDEX
 from kvrt.session.manifest import Blob, Manifest
 from kvrt.session.opened import OpenedSession, opened_session
-from kvrt.session.orbax import parts, rows, write
+from kvrt.session.orbax import rows, write
 from kvrt.session.orbax.team import Team
 from kvrt.session.snapshot import KVBlock, Snapshot
 from kvrt.store.quantized import AnyKVArray, each
@@ -95,7 +95,7 @@ def _follow(path: Path, groups: Sequence[DividedBlocks], team: Team) -> Saved:
     with atomic.told_of(path):
         there = Path(team.hear()["rows"])
         try:
-            team.together(lambda: parts.write_own(there, groups, team.index))
+            team.together(lambda: rows.write_own(there, groups, team.index))
         except BaseException:
             with contextlib.suppress(SaveError):
                 team.hear()
@@ -110,21 +110,18 @@ def _saved(path: Path) -> Saved:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """What a session says of itself; no key or value is read or checked; raises BadSession."""
+    """As `io.read_manifest`; raises BadSession."""
     return _index(path)[2]
 
 
 def read_cells(path: Path, *, is_use: bool = True) -> tuple[Manifest, Tensors]:
-    """A session's manifest, and its cells, tokens and logits; raises BadSession.
-
-    With is_use=False the time of access of its index stays, where the system can.
-    """
+    """As `io.read_cells`; raises BadSession."""
     _, found, meta = _read_cells(path, is_use)
     return found, meta
 
 
 def open_session(path: Path, *, is_use: bool = True) -> OpenedSession:
-    """All of a session but its cached keys and values, checked; raises BadSession."""
+    """As `io.open_session`; raises BadSession."""
     sha256, found, meta = _read_cells(path, is_use)
     return opened_session(path, found, sha256, meta)
 
@@ -166,11 +163,7 @@ def read(
 
 
 def read_parts(path: Path) -> tuple[Manifest, list[Tensors | BadSession]]:
-    """The manifest of a damaged session, and each blob, or what is wrong with it.
-
-    Raises:
-      BadSession: the manifest is damaged.
-    """
+    """As `io.read_parts`; raises BadSession."""
     generation, _, found = _index(path)
     return found, rows.read_sound(_rows(path, generation), found)
 
@@ -339,11 +332,11 @@ def _write(
         if groups:
             here = new.absolute()
             team.say({"rows": str(here)})
-            said = team.together(lambda: parts.write_own(here, groups, team.index))
-            sums = parts.sums_in_order(said, groups)
+            said = team.together(lambda: rows.write_own(here, groups, team.index))
+            sums = rows.sums_in_order(said, groups)
         for i, tensors in enumerate(drafts[n_rows:], len(sums) + n_rows):
             atomic.replace(new / f"part-{i}", lambda fd, t=tensors: blobs.write_blob(fd, t, 0))
-        parts.make_private(new)
+        rows.make_private(new)
         atomic.sync_tree(new)
         os.rename(new, path)
         private.rmdir()

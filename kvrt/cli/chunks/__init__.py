@@ -1,1 +1,0 @@
-"""Chunks: texts that were computed alone, from files to keys and values."""

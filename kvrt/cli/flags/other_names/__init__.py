@@ -1,1 +1,0 @@
-"""Names that are no flags here: of other programs, of former versions, and mistyped ones."""

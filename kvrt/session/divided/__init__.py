@@ -1,1 +1,0 @@
-"""Keys and values that the devices of a mesh hold, and how a folder keeps them."""
