@@ -50,7 +50,7 @@ def pytest_addoption(parser):
     )
 
 
-# Before any folder's own conftest.py imports the package: they are read ahead of `pytest_configure`.
+# Before any folder's own conftest.py imports the package, which is ahead of `pytest_configure`.
 jaxtyping.jaxtyped = typechecker.checked
 _hook = jaxtyping.install_import_hook("kvrt", None)
 

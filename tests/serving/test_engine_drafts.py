@@ -13,7 +13,7 @@ from kvrt.options.engine import EngineConfig
 from kvrt.options.serving import Rules
 from kvrt.policies import AttentionSinks, ContextShift
 from kvrt.program.rounds.round import Drafted, plan_rounds, stays_of
-from tests.marks import full, in_turn
+from tests.marks import in_turn
 from tests.numpy_device.device import compiled
 from tests.serving.engines import MODELS, N_BATCH, N_ROWS, B, ask, drawn, make, served
 from tests.serving.soundspace import assert_sound
@@ -123,8 +123,6 @@ def test_a_small_pool_preempts_and_changes_no_text(mode, monkeypatch):
     ("kind", "mode"),
     [
         ("full", "paged"),
-        full("full", "cell"),
-        full("window", "paged"),
         ("window", "cell"),
         ("recurrent", "paged"),
     ],
@@ -226,16 +224,6 @@ def test_every_token_of_a_round_has_its_logits(mode):
     served(drafted, [ask("a", prompt, 20)], take)
     assert max(sizes) == N_DRAFT + 1
     np.testing.assert_allclose(np.stack(found), np.stack(rows), atol=2e-5)
-
-
-# The matrix has both in a cell with drafts, beside q8_0 and int4.
-@pytest.mark.parametrize(("mode", "dtype"), [full("paged", "int8"), full("cell", "f16")])
-def test_quantized_keys_are_those_of_single_steps(mode, dtype, monkeypatch):
-    never_backs_off(monkeypatch)
-    both = pair("window", mode, type_k=dtype, type_v=dtype)
-    requests = [ask(i, x, 16) for i, x in enumerate(drawn(np.random.default_rng(1), 4, 3, 12))]
-    check_same(both, requests)
-    assert both[0].stats().drafts["accepted"] > 5
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """An endless request beside short ones: each gets what a Runtime with its policy gives it alone."""
 
 import functools
-import itertools
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from kvrt.options.engine import EngineConfig
 from kvrt.options.serving import Rules
 from kvrt.policies import AttentionSinks, ContextShift
 from kvrt.serving.engine import Engine
-from tests.marks import full, slow
 from tests.numpy_device.device import compiled
 from tests.serving.engines import MODELS, N_BATCH, N_ROWS, B, ask, drawn, served
 
@@ -27,15 +25,11 @@ POLICIES = {
 }
 
 
-SOME = [  # one a policy, each with another rope and mode; the default suite has cells of the matrix
+KINDS = [  # one a policy, each with another rope and mode; the matrix has the pairs
     ("shift", "write", "cell"),
     ("sinks", "read", "paged"),
     ("discard", "write", "paged"),
     ("sinks by 6", "read", "cell"),
-]
-KINDS = [
-    slow(*kind) if kind in SOME else full(*kind)
-    for kind in itertools.product(POLICIES, ("write", "read"), ("cell", "paged"))
 ]
 
 
@@ -107,6 +101,7 @@ def mixed(rng, policy, n_predict=90, n=6):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "rope", "mode"), KINDS)
 def test_an_endless_request_beside_short_ones(mode, rope, name):
     rng = np.random.default_rng(1)
@@ -184,10 +179,9 @@ def test_no_later_request_hits_what_was_moved(rope):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [full("cell"), "paged"])
-def test_quantized_keys_go_a_quarter_at_once(mode):
+def test_quantized_keys_go_a_quarter_at_once():
     """A K-shift quantizes them again, in an engine as often as in a runtime."""
-    engine, rng = shared("full", mode, "write", type_k="int8"), np.random.default_rng(7)
+    engine, rng = shared("full", "paged", "write", type_k="int8"), np.random.default_rng(7)
     drops = check(engine, "full", "write", mixed(rng, POLICIES["sinks"]), "int8")
     assert {n for _, n in drops["endless", 0]} == {5}
 
@@ -223,13 +217,12 @@ def test_policies_are_refused_when_made():
 
 @compiled()
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["paged", full("cell")])
-def test_a_policy_costs_nothing_before_a_drop(mode):
+def test_a_policy_costs_nothing_before_a_drop():
     """The same plans and programs as without; `none` takes the default policy from a request."""
     made = []
     for policy in (None, POLICIES["sinks"]):
         sizes = dict(n_ctx=96, n_seq_max=N_ROWS, block_size=B, n_ubatch=N_BATCH)
-        options = EngineConfig(mode=mode, rules=Rules(n_batch=N_BATCH, n_ctx_seq=N_CTX))
+        options = EngineConfig(rules=Rules(n_batch=N_BATCH, n_ctx_seq=N_CTX))
         engine = Engine(MODELS["full"](), CacheConfig(**sizes), options, policy=policy)
         rng = np.random.default_rng(5)
         asked = [ask(i, x, 5) for i, x in enumerate(drawn(rng, 7, high=15))]

@@ -182,21 +182,20 @@ def questions():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["paged", pytest.param("cell", marks=pytest.mark.full)])
-def test_documents_with_questions_in_a_pool_of_three(mode):
+def test_documents_with_questions_in_a_pool_of_three():
     """Tokens computed for prompts over the ideal: each edge of the tree of all prompts once."""
     asked, outputs, ratio = questions(), {}, {}
     ideal = len({r.tokens[:n] for r in asked for n in range(1, len(r.tokens) + 1)})
-    for order in ("fcfs", "batchllm", *(("dfs",) if mode == "paged" else ())):
+    for order in ("fcfs", "batchllm", "dfs"):
         rules = Rules(n_batch=64, order=order)
         options = dict(n_ctx=3 * N_DOC, n_ubatch=64, block_size=4)
-        engine = engines.make(mode=mode, rules=rules, **options)
+        engine = engines.make(rules=rules, **options)
         outputs[order] = engines.served(engine, asked)
         stats = engine.stats()
         n_hit = stats.prefix["hit"] + stats.prefix["hit_again"]
         n_asked = stats.prefix["asked"] + stats.prefix["asked_again"]
         ratio[order] = (n_asked - n_hit) / ideal
-        print(f"{mode} {order} {ratio[order]:.3f}")
+        print(f"{order} {ratio[order]:.3f}")
         assert not stats.sequences["preempted"] or order == "fcfs"
     assert all(found == outputs["fcfs"] for found in outputs.values())
     assert ratio.pop("fcfs") >= 1.5
