@@ -168,11 +168,13 @@ def assert_equal(found, wanted):
     assert np.isfinite(found[0]).all()  # padding too
 
 
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch):
-    monkeypatch.setattr(xla, "TILE", 2 * B)
-    attend.clear_cache()
-    yield
+@pytest.fixture(scope="module", autouse=True)
+def small_tiles():
+    """What is traced has the size of a tile, so nothing of other modules, nor of this one later."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(xla, "TILE", 2 * B)
+        attend.clear_cache()
+        yield
     attend.clear_cache()
 
 

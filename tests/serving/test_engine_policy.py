@@ -53,22 +53,22 @@ def serve(engine, asked):
 
 
 @functools.cache
-def shared(kind, mode, rope, n_ctx=120, type_k="f32", **rules):
+def shared(kind, mode, rope, n_ctx=120, **rules):
     rules = Rules(n_batch=N_BATCH, n_ctx_seq=N_CTX, **rules)
     sizes = dict(n_ctx=n_ctx, n_seq_max=N_ROWS, block_size=B, n_ubatch=N_BATCH)
-    config = CacheConfig(**sizes, rope=rope, type_k=type_k)
+    config = CacheConfig(**sizes, rope=rope)
     return Engine(MODELS[kind](), config, EngineConfig(mode=mode, rules=rules))
 
 
 @functools.cache
-def oracle(kind, rope, policy, type_k="f32"):
+def oracle(kind, rope, policy):
     sizes = dict(n_ctx=N_CTX, block_size=8, n_ubatch=N_BATCH)
-    config = CacheConfig(**sizes, rope=rope, type_k=type_k)
+    config = CacheConfig(**sizes, rope=rope)
     return Runtime(MODELS[kind](), config, policy=policy)
 
 
-def alone(kind, rope, request, sample=0, type_k="f32"):
-    at = oracle(kind, rope, None if request.policy == "default" else request.policy, type_k)
+def alone(kind, rope, request, sample=0):
+    at = oracle(kind, rope, None if request.policy == "default" else request.policy)
     at.clear()
     n_before = len(at.stats().drops)
     at.append(request.tokens)
@@ -78,12 +78,12 @@ def alone(kind, rope, request, sample=0, type_k="f32"):
     return tokens, [(d.n_past, d.n_dropped) for d in at.stats().drops[n_before:]]
 
 
-def check(engine, kind, rope, asked, type_k="f32"):
+def check(engine, kind, rope, asked):
     tokens, drops = serve(engine, asked)
     for request in asked:
         for sample in range(request.n):
             key = request.id, sample
-            wanted = alone(kind, rope, request, sample, type_k)
+            wanted = alone(kind, rope, request, sample)
             assert (tokens[key], drops.get(key, [])) == wanted, key
     assert len(engine.space._free) == N_ROWS
     return drops
@@ -176,14 +176,6 @@ def test_no_later_request_hits_what_was_moved(rope):
         long, policy = rng.integers(0, 32, 60), ContextShift(n_keep=n_keep)
         for name in ("first", "second"):
             check(engine, "full", rope, [ask(name, long, 30, policy=policy)])
-
-
-@pytest.mark.slow
-def test_quantized_keys_go_a_quarter_at_once():
-    """A K-shift quantizes them again, in an engine as often as in a runtime."""
-    engine, rng = shared("full", "paged", "write", type_k="int8"), np.random.default_rng(7)
-    drops = check(engine, "full", "write", mixed(rng, POLICIES["sinks"]), "int8")
-    assert {n for _, n in drops["endless", 0]} == {5}
 
 
 @pytest.mark.slow

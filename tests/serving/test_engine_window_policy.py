@@ -27,18 +27,18 @@ POLICIES = {
 
 
 @functools.cache
-def paged(kind, rope, type_k="f32"):
+def paged(kind, rope):
     rules = Rules(n_batch=N_BATCH, n_ctx_seq=N_CTX)
     sizes = dict(n_ctx=120, n_seq_max=N_ROWS, block_size=B, n_ubatch=N_BATCH)
-    config = CacheConfig(**sizes, rope=rope, type_k=type_k)
+    config = CacheConfig(**sizes, rope=rope)
     return Engine(MODELS[kind](), config, EngineConfig(rules=rules))
 
 
 @functools.cache
-def runtime(kind, rope, policy, type_k="f32"):
+def runtime(kind, rope, policy):
     # Without windows that roll, so that a layer of windows alone drops as well.
     sizes = dict(n_ctx=N_CTX, block_size=8, n_ubatch=N_BATCH, swa_full=True)
-    config = CacheConfig(**sizes, rope=rope, type_k=type_k)
+    config = CacheConfig(**sizes, rope=rope)
     return Runtime(MODELS[kind](), config, policy=policy)
 
 

@@ -166,11 +166,11 @@ def test_an_engine_gives_the_same_in_every_order(mode):
     assert all(tokens == found[0] for tokens in found)
 
 
-N_DOCS, N_QUESTIONS, N_DOC, N_QUESTION = 40, 8, 64, 3
+N_DOCS, N_QUESTIONS, N_DOC, N_QUESTION = 15, 8, 64, 3
 
 
 def questions():
-    """40 documents with 8 questions each, shuffled; questions of a document share nothing."""
+    """15 documents with 8 questions each, shuffled; questions of a document share nothing."""
     rng = np.random.default_rng(6)
     docs = rng.integers(0, 32, (N_DOCS, N_DOC)).tolist()
     asked = [
