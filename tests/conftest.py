@@ -50,7 +50,7 @@ def pytest_addoption(parser):
     )
 
 
-# Before any folder's own conftest.py imports the package, which is ahead of `pytest_configure`.
+# Before the conftest.py of a folder imports the package: it is read ahead of `pytest_configure`.
 jaxtyping.jaxtyped = typechecker.checked
 _hook = jaxtyping.install_import_hook("kvrt", None)
 

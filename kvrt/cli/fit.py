@@ -5,24 +5,36 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
+from kvrt import Runtime
 from kvrt.cli.flags.serving import FitOptions
-from kvrt.cli.process import output, startup
+from kvrt.cli.process import output, startup, status
 from kvrt.cli.report.tables import table
 from kvrt.cli.setup.config import cache_config
-from kvrt.cli.setup.model import with_window_sinks
+from kvrt.cli.setup.model import compiling, with_window_sinks
+from kvrt.cli.setup.open_runtime import choosing
 from kvrt.cli.setup.policy import layers_of_spec, policy_of_batch
 from kvrt.config import MAX_POS, Indexed
+from kvrt.errors import UsageError
 from kvrt.options.cache import CacheConfig
 from kvrt.options.serving import Rules
 from kvrt.options.size import show_size
 from kvrt.policies import by_position
 from kvrt.program import estimate
 from kvrt.program.estimate import Estimate, Part
+from kvrt.runtime.generate import GenerationSpec
 from kvrt.serving.sizing.pool_sizes import engine_plan
 from kvrt_models import load
+from kvrt_models.decoder import Decoder
 from kvrt_models.spec import DecoderSpec
+
+
+class ProgramMemory(NamedTuple):
+    """Programs that were compiled, and the temporary memory of the one that takes most."""
+
+    n: int
+    n_bytes: int
 
 
 def execute(options: FitOptions) -> int:
@@ -40,12 +52,40 @@ def execute(options: FitOptions) -> int:
     given = options.size("budget")
     budget = startup.available_bytes() if given is None else given
     fit = Fit(described, config, budget, functools.partial(_estimated, options, spec))
+    if options.programs:
+        if fit.left < 0:
+            raise UsageError(
+                f"--programs makes the cache, whose {show_size(fit.cache.n_bytes)} do not fit "
+                "beside the weights; lower -c"
+            )
+        fit.programs = _compiled(options, described, config)
     pages = None
     if options.unified:
         how = functools.partial(estimate.of_pages, spec.groups, spec.recurrent)
         pages = Fit(described, config, budget, how)
     output.write_text(_json(fit, pages) if options.json else _text(fit, pages, given is None))
     return 0 if fit.left >= 0 else 1
+
+
+def _compiled(options: FitOptions, model: load.Described, config: CacheConfig) -> ProgramMemory:
+    """Compiles what `kvrt run` runs, without weights.
+
+    Raises:
+      BadConfig: the policy or the cache does not go with the model.
+    """
+    startup.keep_programs_or_warn()
+    policy = policy_of_batch(options, model.spec)
+    shapes = Decoder(model.spec, model.weights)
+    n_prompt = config.n_ctx - 1
+    with (
+        choosing(config.attention, quiet=options.json),
+        status.waiting("compiling programs", not options.json) as say,
+        startup.enough_memory(),
+    ):
+        runtime = Runtime(shapes, config, policy=policy)
+        runtime.prepare(n_prompt, GenerationSpec(n_predict=2), progress=compiling(say))
+        runtime.programs.wait()
+    return ProgramMemory(runtime.programs.n_compiles, runtime.programs.temp_bytes())
 
 
 def _estimated(options: FitOptions, spec: DecoderSpec, config: CacheConfig) -> Estimate:
@@ -74,6 +114,7 @@ class Fit:
     """A model with a cache in a budget.
 
     Attributes:
+      programs: None unless they are counted.
       model: what its header says.
       config: of the cache.
       budget: bytes; infinite where nobody knows.
@@ -90,6 +131,7 @@ class Fit:
     ):
         """Estimates the cache."""
         self.model, self.config, self.budget, self.how = model, config, budget, how
+        self.programs: ProgramMemory | None = None
         self.cache = how(config)
 
     @property
@@ -99,8 +141,9 @@ class Fit:
 
     @property
     def beside(self) -> int:
-        """Of weights, and of the one that a prompt's products widen."""
-        return self.model.n_bytes + self.model.widened_bytes
+        """Of weights and programs; without those, of the weight that a prompt's products widen."""
+        beside = self.programs.n_bytes if self.programs else self.model.widened_bytes
+        return self.model.n_bytes + beside
 
     @property
     def kv_of(self) -> list[tuple[int, int]]:
@@ -130,7 +173,10 @@ def _text(fit: Fit, pages: Fit | None, measured: bool) -> str:
     together = f", {n_seq:,} sequences together" if n_seq > 1 else ""
     held = _count(model.n_params, "parameter")
     weights = [(f"weights {model.dtype}", f"{model.spec.n_layers}", held, model.n_bytes)]
-    if model.widened_bytes:
+    if fit.programs:
+        held = f"{_count(fit.programs.n, 'program')}, the largest"
+        weights.append(("programs", "", held, fit.programs.n_bytes))
+    elif model.widened_bytes:
         weights.append(("a prompt's products", "", "1 matrix in f32", model.widened_bytes))
     lines = [
         f"{model.name}, trained for {model.spec.n_ctx_train:,} tokens; "
@@ -256,6 +302,7 @@ def _json(fit: Fit, pages: Fit | None) -> str:
         "weights": model.dtype,
         "weights_bytes": model.n_bytes,
         "widened_bytes": model.widened_bytes,
+        **({"programs": fit.programs._asdict()} if fit.programs else {}),
         **_fields(fit),
         **({"kv_of": fit.kv_of} if fit.kv_of else {}),
         **({"indexed": [dataclasses.asdict(x) for x in fit.indexed]} if fit.indexed else {}),

@@ -295,10 +295,15 @@ class Programs:
         """The programs by key, to look at their memory or cost."""
         return dict(self._compiled)
 
-    def temp_bytes(self, name: str) -> int:
-        """The most memory that a compiled program of this name takes beside its arguments."""
-        found = [p.memory_analysis() for key, p in self._compiled.items() if key.name == name]
-        return max((a.temp_size_in_bytes for a in found if a is not None), default=0)
+    def temp_bytes(self, name: str | None = None) -> int:
+        """The most memory that one of the compiled programs takes beside its arguments.
+
+        Args:
+          name: counts programs of this name only; None counts all.
+        """
+        counted = [p for key, p in self._compiled.items() if name in (None, key.name)]
+        analyses = [p.memory_analysis() for p in counted]
+        return max((a.temp_size_in_bytes for a in analyses if a is not None), default=0)
 
     def bind(self, model: Decoder) -> None:
         """Takes the parameters of a model of the same structure; compiled programs stay.

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -11,15 +12,38 @@ from kvrt.attention.scored.evict import evict
 from kvrt.attention.scored.head_slots import HeadSlots, resized
 from kvrt.attention.scored.spec import SlotSpec, slots_of
 from kvrt.errors import UsageError
+from kvrt.options.cache import CacheConfig
 from kvrt.policies import ScoredPolicy
 from kvrt.policies.scored.kvzip import Repetition
 from kvrt.program.layout import Layout
+from kvrt.program.programs import Programs
 from kvrt.runtime.runtime import Runtime
 from kvrt.runtime.stepper import Progress
+from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.snapshot import Snapshot, StatePart
 
 # What asks for a repetition, behind a prompt; its tokens are `ask` of `compress_prompt`.
 REPEAT = "\n\nRepeat the previous context exactly.\n"
+
+
+@runtime_checkable
+class Compressing(Protocol):
+    """A `Runtime` or an `Engine`, which goes on behind a compressed prompt."""
+
+    @property
+    def programs(self) -> Programs:
+        """Its programs, which have its weights."""
+        ...
+
+    @property
+    def config(self) -> CacheConfig:
+        """Of its cache."""
+        ...
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Of its sessions."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +55,6 @@ class Compressed:
       n_evaluated: tokens that were evaluated, those of a repetition among them.
       transient_bytes: of the cache that held the whole prompt beside the runtime's own, and is
         released; 0 where the prompt fits into the slots of the runtime.
-      cache_bytes: of the runtime's, in which the text goes on.
       compile_s: seconds in which programs for that cache were compiled; the runtime's `stats` have
         those of its own.
     """
@@ -39,7 +62,6 @@ class Compressed:
     logits: Float[Array, " V"]
     n_evaluated: int
     transient_bytes: int
-    cache_bytes: int
     compile_s: float = 0.0
 
 
@@ -75,14 +97,48 @@ def compress_prompt(
 
     Source: arXiv:2404.14469, sec. 4; arXiv:2505.23416 for the repetition.
     """
-    policy = _policy_of(runtime, seq_id, ask)
+    policy = _policy_of(runtime, ask)
+    _check(runtime.seq_pos_max(seq_id) < 0, f"sequence {seq_id} has tokens; clear it first")
     n = len(tokens)
-    n_evaluated = n + policy.reads_whole * (len(ask) + n)
     if n < policy.budget + policy.interval:
         logits = runtime.prefill(tokens, seq_id, progress=progress)
-        n_bytes = runtime.stats().cache_bytes
-        return Compressed(logits=logits, n_evaluated=n, transient_bytes=0, cache_bytes=n_bytes)
-    whole = _transient(runtime, _meanwhile(policy, n, n_evaluated))
+        return Compressed(logits=logits, n_evaluated=n, transient_bytes=0)
+    snapshot, found = compressed_prefix(runtime, tokens, ask=ask, progress=progress)
+    runtime.restore(snapshot, {0: seq_id})
+    return found
+
+
+def compressed_prefix(
+    to: Compressing,
+    tokens: Sequence[int],
+    *,
+    ask: Sequence[int] = (),
+    progress: Progress | None = None,
+) -> tuple[Snapshot, Compressed]:
+    """Reads tokens without an eviction, and keeps of them what the policy scores highest.
+
+    For an Engine, whose request goes on behind them:
+
+        prefix = PrivatePrefix(tokens=text, read=lambda: compressed_prefix(engine, text)[0])
+        engine.add_request(Request(id="a", tokens=(*text, *question), private_prefix=prefix, ...))
+
+    Args:
+      to: a `Runtime` or an `Engine` with a policy by score.
+      tokens: at least budget + interval of the policy.
+      ask: see `compress_prompt`.
+      progress: see `compress_prompt`.
+
+    Returns:
+      A session of `to` whose sequence 0 has the tokens, and what it took.
+
+    Raises:
+      UsageError: see `compress_prompt`; or there are fewer tokens.
+    """
+    policy, n = _policy_of(to, ask), len(tokens)
+    n_least = policy.budget + policy.interval
+    _check(n >= n_least, f"{n} tokens fit the slots of {n_least}; append them")
+    n_evaluated = n + policy.reads_whole * (len(ask) + n)
+    whole = _transient(to, _meanwhile(policy, n, n_evaluated))
 
     def read(tokens: Sequence[int], n_before: int) -> Float[Array, " V"]:
         told = progress and _waiting(whole, progress, n_before, n_evaluated)
@@ -92,24 +148,21 @@ def compress_prompt(
     if policy.reads_whole:
         read([*ask, *tokens], n)
         found = _judged(found, whole)
-    both = whole.programs.spec.layout, runtime.programs.spec.layout
-    runtime.restore(_with_few_slots(found, *both, runtime), {0: seq_id})
-    runtime.programs.nan_scores.add(whole.programs.nan_scores.n)
-    return Compressed(
+    to.programs.nan_scores.add(whole.programs.nan_scores.n)
+    took = Compressed(
         logits=logits,
         n_evaluated=n_evaluated,
         transient_bytes=whole.stats().cache_bytes,
-        cache_bytes=runtime.stats().cache_bytes,
         compile_s=whole.stats().compile_s,
     )
+    return _with_few_slots(found, whole.programs.spec.layout, to), took
 
 
-def _transient(runtime: Runtime, policy: ScoredPolicy) -> Runtime:
+def _transient(to: Compressing, policy: ScoredPolicy) -> Runtime:
     """A runtime of one sequence with the same weights, and slots for a whole prompt."""
-    model = runtime.programs.kind.model(runtime.programs.params)
+    model = to.programs.kind.model(to.programs.params)
     one = {"n_seq_max": 1, "n_rs_seq": 0, "n_checkpoints": 0}
-    config = dataclasses.replace(runtime.config, **one)
-    return Runtime(model, config, policy=policy, identity=runtime.identity)
+    return Runtime(model, dataclasses.replace(to.config, **one), policy=policy)
 
 
 def _meanwhile(policy: ScoredPolicy, n: int, n_evaluated: int) -> ScoredPolicy:
@@ -168,8 +221,9 @@ def _kept(spec: SlotSpec, prompt: tuple, repeated: tuple, whole: Runtime) -> tup
 _evict = jax.jit(evict, static_argnums=0)
 
 
-def _with_few_slots(snapshot: Snapshot, whole: Layout, few: Layout, to: Runtime) -> Snapshot:
-    """The snapshot as one of a runtime whose slots are as many as it needs."""
+def _with_few_slots(snapshot: Snapshot, whole: Layout, to: Compressing) -> Snapshot:
+    """The snapshot as one of a cache whose slots are as many as it needs."""
+    few = to.programs.spec.layout
     assert snapshot.states is not None and whole.recurrent is not None, "slots are states"
     specs = {layer: spec for layer, spec in _specs(whole)}
     wanted = {layer: spec.n_slots for layer, spec in _specs(few)}
@@ -196,25 +250,24 @@ def _one(spec: SlotSpec, arrays: tuple) -> HeadSlots:
     return slots_of(spec, tuple(np.asarray(x).reshape(x.shape[1:]) for x in arrays))
 
 
-def _policy_of(runtime: Runtime, seq_id: int, ask: Sequence[int]) -> ScoredPolicy:
+def _policy_of(to: Compressing, ask: Sequence[int]) -> ScoredPolicy:
     """The policy by score that a prompt is compressed by.
 
     Raises:
       UsageError: as `compress_prompt` says.
     """
-    policy = runtime.stats().scored
-    _check(policy is not None, "no layer keeps tokens by score; give the Runtime such a policy")
+    policy, spec = to.programs.spec.layout.policy, to.programs.spec
+    _check(policy is not None, "no layer keeps tokens by score; give it such a policy")
     assert policy is not None, "checked"
     _check(policy.pyramid == 1, "layers of a pyramid are full at different tokens; use append")
     _check(
-        not any(spec.parts for _, spec in _specs(runtime.programs.spec.layout)),
+        not any(slots.parts for _, slots in _specs(spec.layout)),
         "heads that keep different numbers of tokens are full at different ones; use append",
     )
     _check(
-        runtime.programs.spec.shards is None,
+        spec.shards is None,
         "the cache that holds the prompt meanwhile is on one device; use append, or leave mesh out",
     )
-    _check(runtime.seq_pos_max(seq_id) < 0, f"sequence {seq_id} has tokens; clear it first")
     _check(
         policy.reads_whole or not ask,
         f"{type(policy).__name__} repeats nothing; leave ask out, or use KVzip",

@@ -24,6 +24,8 @@ from kvrt.program.rounds.round import RoundSpec
 from kvrt.runtime.stepper import Drafting, Ran, Stepper, read_run
 from kvrt.whole_numbers import take_whole_numbers
 
+GREEDY = Sampling()
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Token:
@@ -67,13 +69,13 @@ class GenerationSpec:
         a run; the text is the same. None is none.
     """
 
-    n_predict: int | None
-    seq_id: int
-    sampling: Sampling
-    stop_ids: tuple[int, ...]
-    recent: tuple[int, ...]
-    n_best: int
-    stride: int
+    n_predict: int | None = None
+    seq_id: int = 0
+    sampling: Sampling = GREEDY
+    stop_ids: tuple[int, ...] = ()
+    recent: tuple[int, ...] = ()
+    n_best: int = 0
+    stride: int = 1
     after: After | None = None
     speculation: Speculation | None = None
 

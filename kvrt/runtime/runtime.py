@@ -28,12 +28,11 @@ from kvrt.runtime import blend, generate
 from kvrt.runtime.blend import Blended
 from kvrt.runtime.chunks.chunk import CachedChunk, StoredChunk
 from kvrt.runtime.edits import SequenceEdits
-from kvrt.runtime.generate import After, GenerationSpec, Token
+from kvrt.runtime.generate import GREEDY, After, GenerationSpec, Token
 from kvrt.runtime.stepper import Progress, Stepper
 from kvrt.session.fingerprint import Fingerprint
 from kvrt.session.snapshot import SamplingState, Snapshot
 
-GREEDY = Sampling()
 Ints = Int32[np.ndarray, " n"]
 
 

@@ -323,3 +323,29 @@ def test_layers_that_read_others_are_named(kvrt):
     types = ("--dtype", "f32", "--cache_type_k", "f32", "--cache_type_v", "f32")
     found = said(kvrt("fit", "-m", folder, "--json", "-c", 64, *types))
     assert found["n_bytes"] == allocated(folder, config, "f32")
+
+
+@pytest.mark.parametrize("policy", ["none", "snapkv"])
+def test_programs_take_what_those_of_a_run_do(fit, tiny, policy):
+    words = ("--dtype", "int8", "-c", 300, "--policy", policy)
+    words += ("--policy_budget", 96) if policy != "none" else ()
+    alone, found = said(fit("--json", *words)), said(fit("--json", "--programs", *words))
+    config = CacheConfig(n_ctx=300, type_k="f16", type_v="f16")
+    policies = {"none": None, "snapkv": SnapKV(budget=96, interval=64)}
+    runtime = Runtime(load.load(tiny, dtype="int8").decoder, config, policy=policies[policy])
+    runtime.prefill(list(range(3, 290)))
+    assert len(list(runtime.generate(2))) == 2
+    programs = {"n": runtime.programs.n_compiles, "n_bytes": runtime.programs.temp_bytes()}
+    assert found["programs"] == programs and programs["n_bytes"] > alone["widened_bytes"] > 0
+    more = programs["n_bytes"] - alone["widened_bytes"]
+    assert found["n_bytes"] == alone["n_bytes"] + more
+    # Its programs come from the disk, where the first call has left them.
+    text = fit("--programs", *words).out.decode()
+    assert f"{programs['n_bytes']:,}" in text and "programs, the largest" in text
+
+
+def test_programs_of_a_cache_that_cannot_be_made(fit):
+    for words in (("--mode", "paged"), ("--n_seq_max", 2)):
+        fails(fit("--programs", *words), 2, "which has one sequence in cells; leave --mode paged")
+    done = fit("--programs", "--budget", "1MB", "-c", 4096)
+    fails(done, 2, "do not fit beside the weights; lower -c")

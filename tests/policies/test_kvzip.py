@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from kvrt import CacheConfig, Engine, MaskSpec, Runtime
-from kvrt.errors import BadConfig, UsageError
-from kvrt.policies.scored import H2O, KVzip, SnapKV
+from kvrt import CacheConfig, Engine, MaskSpec, Request, Runtime
+from kvrt.errors import BadRequest, UsageError
+from kvrt.policies.scored import H2O, KVzip
 from kvrt.runtime.compress import compress_prompt
 from tests.policies.plainscored import rotation, softmax
 from tests.toys import RowModel, ToyLm, tables
@@ -53,7 +53,7 @@ def test_it_keeps_what_the_repetition_attends_to():
     assert runtime.seq_pos_max() == N - 1 and runtime.token_history()[1].tolist() == PROMPT
     # Slots of the prompt twice and of what asks, and one that stays free.
     one = (found.transient_bytes - 4) / (2 * N + len(ASK) + 1)
-    assert found.cache_bytes == 28 * one + 4
+    assert runtime.stats().cache_bytes == 28 * one + 4
 
 
 @pytest.mark.slow
@@ -75,6 +75,7 @@ def test_what_does_not_fit_is_refused_in_one_line():
     runtime = Runtime(RowModel(), CONFIG, policy=H2O(budget=20, interval=8))
     with pytest.raises(UsageError, match="H2O repeats nothing; leave ask out"):
         compress_prompt(runtime, PROMPT, ask=ASK)
-    with pytest.raises(BadConfig, match="an engine reads prompts in parts, once; use SnapKV"):
-        Engine(RowModel(), CONFIG, policy=POLICY)
-    Engine(RowModel(), CONFIG, policy=SnapKV(budget=40, interval=32))
+    engine = Engine(RowModel(), CONFIG, policy=POLICY)
+    with pytest.raises(BadRequest, match="a prompt of more than 27 tokens repeated"):
+        engine.add_request(Request(id="long", tokens=tuple(PROMPT[:28]), n_predict=1))
+    engine.add_request(Request(id="short", tokens=tuple(PROMPT[:27]), n_predict=1))

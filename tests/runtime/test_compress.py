@@ -44,10 +44,10 @@ def test_it_keeps_what_one_eviction_at_the_end_keeps():
 def test_what_it_takes_at_its_peak_and_what_stays():
     runtime = Runtime(ToyLm(), CONFIG, policy=POLICY)
     found = compress_prompt(runtime, TEXT)
-    assert found.cache_bytes == runtime.stats().cache_bytes and found.compile_s > 0
+    assert found.compile_s > 0
     # 100 slots of one sequence, and 28 of each of two; 4 bytes of either say how many are taken.
     one = (found.transient_bytes - 8) / 100
-    assert found.cache_bytes == 2 * (28 * one + 8)
+    assert runtime.stats().cache_bytes == 2 * (28 * one + 8)
 
 
 def test_a_progress_that_raises_leaves_nothing_of_the_prompt():

@@ -103,12 +103,20 @@ class FitOptions(
     unified: bool = _memory(
         False, "with --mode paged: also what one page size for all layers would take"
     )
+    programs: bool = _memory(
+        False, "count the temporary memory of a prompt and a step: compiles their programs"
+    )
 
     def check(self) -> None:
-        """Refuses pages in cell mode."""
+        """Refuses pages in cell mode, and programs of several sequences."""
         super().check()
         if self.unified and self.mode != "paged":
             raise UsageError("--unified compares blocks; add --mode paged")
+        if self.programs and (self.mode == "paged" or self.n_seq_max > 1):
+            raise UsageError(
+                "--programs compiles the programs of `kvrt run`, which has one sequence in cells; "
+                "leave --mode paged and --n_seq_max out"
+            )
 
     @property
     def n_ctx_request(self) -> int:

@@ -81,7 +81,7 @@ def compile_programs(
 
     with status.waiting("compiling programs", not quiet) as say:
         wanted = request(options, model.tokenizer)
-        runtime.prepare(n_tokens, wanted, progress=_compiling(say))
+        runtime.prepare(n_tokens, wanted, progress=compiling(say))
         runtime.bind(model.wait(reading).decoder)
 
 
@@ -89,10 +89,10 @@ def await_programs(runtime: Runtime, *, quiet: bool) -> None:
     """Waits for what `compile_programs` left: a text does not stop behind its first token."""
     if runtime.programs.n_pending:
         with status.waiting("compiling programs", not quiet) as say:
-            runtime.programs.wait(_compiling(say))
+            runtime.programs.wait(compiling(say))
 
 
-def _compiling(say: status.Say) -> CompileProgress:
+def compiling(say: status.Say) -> CompileProgress:
     """Says how many programs are there."""
 
     def show(n: int, n_all: int, n_from_disk: int) -> None:

@@ -8,7 +8,6 @@ from kvrt.attention.contract import Decoder
 from kvrt.cache import checks
 from kvrt.cache.cell_cache import layers_of
 from kvrt.config import GroupSpec
-from kvrt.errors import BadConfig
 from kvrt.options.cache import CacheConfig
 from kvrt.options.engine import EngineConfig
 from kvrt.policies import AnyPolicy, ScoredPolicy, by_position
@@ -42,11 +41,6 @@ def open_space(
         no room for a request, layers have an indexer, or there are too few devices.
     """
     drops, scored = by_position(policy), policy if isinstance(policy, ScoredPolicy) else None
-    if scored is not None and scored.reads_whole:
-        raise BadConfig(
-            f"{type(scored).__name__} has a prompt repeated when it was read whole, and an engine "
-            "reads prompts in parts, once; use SnapKV, or compress_prompt with a Runtime"
-        )
     layers = layers_of(model, config, scored)
     if options.shared_reads:
         indexed.refuse_shared_reads(layers.groups)

@@ -146,9 +146,10 @@ class EngineSessions:
 
         Raises:
           BadRequest: it has one, and there is no prefix cache, it moves, or there are several
-            processes.
+            processes; or it has none, and the policy has to read its prompt whole.
         """
         if request.private_prefix is None:
+            self._check_reads(request)
             return request
         why = ""
         if not self._options.prefix_cache:
@@ -164,6 +165,19 @@ class EngineSessions:
             raise BadRequest(f"{request.name}: a private prefix {why}")
         self._space.sessions = self
         return dataclasses.replace(request, salt=new_salt())
+
+    def _check_reads(self, request: Request) -> None:
+        """Refuses a long prompt of a policy that has it repeated; raises BadRequest."""
+        policy = self._device.layout.policy
+        if policy is None or not policy.reads_whole:
+            return
+        n_most = policy.budget + policy.interval - 1
+        if len(request.tokens) > n_most:
+            raise BadRequest(
+                f"{request.name}: {type(policy).__name__} has a prompt of more than {n_most} "
+                "tokens repeated when it was read whole, and an engine reads prompts in parts, "
+                "once; give it a private_prefix of `compressed_prefix`, or use SnapKV"
+            )
 
     def shared(self, state: SeqState) -> list[int]:
         """The tokens of a sample that others may find.
