@@ -111,15 +111,7 @@ def test_an_endless_request_beside_short_ones(mode, rope, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rope", "mode"),
-    [
-        ("read", "paged"),
-        ("write", "paged"),
-        ("write", "cell"),
-        ("read", "cell"),
-    ],
-)
+@pytest.mark.parametrize(("rope", "mode"), [("read", "paged"), ("write", "cell")])
 def test_samples_of_one_prompt_drop_apart(mode, rope):
     """What they share is copied before it moves."""
     rng = np.random.default_rng(2)
@@ -133,10 +125,9 @@ def test_samples_of_one_prompt_drop_apart(mode, rope):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["cell", "paged"])
-def test_short_requests_are_preempted_and_the_endless_one_is_not(mode):
+def test_short_requests_are_preempted_and_the_endless_one_is_not():
     rng = np.random.default_rng(3)
-    engine = shared("full", mode, "write", n_ctx=64, admit="chunk")
+    engine = shared("full", "paged", "write", n_ctx=64, admit="chunk")
     asked = mixed(rng, POLICIES["sinks"], n=9)
     victims, preempt = [], engine._scheduler._requests.preempt
     engine._scheduler._requests.preempt = lambda s: (victims.append((s, s.n_dropped)), preempt(s))

@@ -146,8 +146,7 @@ def test_what_is_sampled_does_not_depend_on_the_order(order):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["paged", "cell"])
-def test_an_engine_gives_the_same_in_every_order(mode):
+def test_an_engine_gives_the_same_in_every_order():
     rng = np.random.default_rng(5)
     heads = [rng.integers(0, 32, n).tolist() for n in (12, 21)]
     asked = [
@@ -160,7 +159,7 @@ def test_an_engine_gives_the_same_in_every_order(mode):
     for order in ORDERS:
         for by_prefix in (False, True) if order == "fcfs" else (False,):
             rules = Rules(n_batch=16, order=order, by_prefix=by_prefix, n_alike=4)
-            engine = engines.make(mode=mode, rules=rules, n_ctx=128, n_ubatch=16)
+            engine = engines.make(rules=rules, n_ctx=128, n_ubatch=16)
             found.append(engines.served(engine, asked))
             assert engine.stats().prefix["hit"] > 0
     assert all(tokens == found[0] for tokens in found)

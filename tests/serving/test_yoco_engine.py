@@ -42,10 +42,9 @@ def checked(engine, asked, late=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["paged", "cell"])
-def test_requests_and_hits_are_those_of_a_dense_model(mode):
+def test_requests_and_hits_are_those_of_a_dense_model():
     """One decodes while another's prompt is read; a third finds blocks of both kinds."""
-    engine = engines.make("yoco", mode)
+    engine = engines.make("yoco")
     texts, n_cached = checked(engine, {"a": PROMPT}, late={"b": OTHER})
     assert not any(n_cached.values())
     _, n_cached = checked(engine, {"c": (*texts["a"][:-1], 9, 9, 9)})
