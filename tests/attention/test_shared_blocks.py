@@ -15,6 +15,7 @@ from kvrt.store import codec
 from kvrt.store import kv as kv_store
 from tests.interpreted import GPU, TPU
 from tests.marks import slow
+from tests.oracle import rotated
 
 pytestmark = pytest.mark.slow
 
@@ -84,9 +85,7 @@ class Case:
         self.seqs, self.bits = seqs, bits.astype(np.uint32)[:, None]
 
     def rotated(self, x, pos):
-        theta = pos[:, None, None] * ROPE.base ** (-np.arange(0, D, 2) / D)
-        (a, b), cos, sin = np.split(np.asarray(x), 2, axis=2), np.cos(theta), np.sin(theta)
-        return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=2).astype(np.float32)
+        return rotated(np.asarray(x), pos, ROPE.base).astype(np.float32)
 
     def view(self, runs):
         lists, tables = [list(x) for x in LISTS], np.zeros((4, N), np.int32)

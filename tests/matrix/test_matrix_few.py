@@ -27,8 +27,6 @@ EQUAL = (
     Cell(policy="extend_cache", rope="read"),
     Cell(policy="extend_paper", rope="read", dtype="bf16"),
     Cell(where="blocks", dtype="int8"),
-    Cell(policy="context_shift", layers="shared"),
-    Cell(policy="context_shift", layers="latent"),
     Cell(where="engine_cells", layers="window"),
 )
 # Made, or refused, without compiling anything.

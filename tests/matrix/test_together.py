@@ -14,8 +14,8 @@ from kvrt.options.engine import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.request import Request
 from tests.matrix.plaincache import rounded
+from tests.oracle import rotated as turned
 from tests.sharedlm import Dense, SharedLm
-from tests.sharedlm import rotated as turned
 
 WINDOW, FULL = MaskSpec(kind="window", size=9), MaskSpec()
 # Logits lie within 1, and differ by some 1e-3 where nothing is rounded; by more than LIMIT only

@@ -14,19 +14,11 @@ from kvrt.runtime.chunks.chunk import CachedChunk
 from kvrt.store.kv import read_kv
 from tests.marks import slow
 from tests.numpy_device.device import installed
+from tests.oracle import rotated
 from tests.toys import RowModel, ToyLm
 
 N_LAYERS, LEAD = 4, 1
 CONFIG = CacheConfig(n_ctx=128, n_seq_max=2, n_ubatch=16, block_size=32)
-
-
-def rotated(x, pos, base=100.0):
-    """RoPE of halves, as ToyLm's groups have it: [T, H, D]."""
-    half = x.shape[-1] // 2
-    angle = np.asarray(pos)[:, None] * base ** (-np.arange(half) / half)
-    cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
-    a, b = x[..., :half], x[..., half:]
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
 class Dense:
