@@ -155,3 +155,14 @@ def rope(x, pos, *, n_rot, base=10000.0, layout="neox"):
         out[:, a] = x[:, a] * c - x[:, b] * s
         out[:, b] = x[:, a] * s + x[:, b] * c
     return out
+
+
+def rotated(x, pos, base=100.0):
+    """x [..., H, D] rotated to pos [...]: channels (i, i + D/2) by the angle pos * base^(-2 i / D).
+
+    Toys have this base.
+    """
+    n = x.shape[-1] // 2
+    angle = np.multiply.outer(np.asarray(pos), base ** (-np.arange(n) / n))[..., None, :]
+    c, s, a, b = np.cos(angle), np.sin(angle), x[..., :n], x[..., n:]
+    return np.concatenate([a * c - b * s, a * s + b * c], axis=-1)

@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from kvrt import GroupSpec, MaskSpec, RopeSpec
+from tests.oracle import rotated
 
 N_VOCAB, D, BASE = 32, 8, 100.0
 CLA2, CLA3 = (0, 0, 2, 2), (0, 0, 0, 3, 3, 3)
@@ -76,14 +77,6 @@ class SharedLm(nnx.Module):
 
     def head(self, x):
         return x @ self.out[...] * 0.05
-
-
-def rotated(x, pos):
-    """x [T, H, D] rotated to pos [T], in pairs (i, i + D/2)."""
-    angle = np.multiply.outer(np.asarray(pos), BASE ** (-2 * np.arange(D // 2) / D))[:, None]
-    a, b = x[..., : D // 2], x[..., D // 2 :]
-    c, s = np.cos(angle), np.sin(angle)
-    return np.concatenate([a * c - b * s, a * s + b * c], -1)
 
 
 @dataclasses.dataclass

@@ -8,7 +8,7 @@ import pytest
 from kvrt import CacheConfig, GroupSpec, MaskSpec, RopeSpec, Runtime, SelfExtend
 from kvrt.errors import BadConfig
 from kvrt.store import rope as of_store
-from tests.marks import full, slow
+from tests.marks import slow
 from tests.store import plaincodec
 from tests.toys import RowModel, allclose, tables
 
@@ -88,8 +88,6 @@ def logits(at, parts):
     [
         (3, 7, "chunked"),
         *(slow(2, 6, "chunked"), slow(4, 8, "chunked"), slow(4, 1, "reference")),
-        *(full(n, w, "reference") for n, w in ((3, 7), (2, 6), (4, 8))),
-        full(4, 1, "chunked"),
     ],
 )
 def test_prefill_and_decode_see_what_the_paper_says(n, w, attention):

@@ -17,7 +17,6 @@ from kvrt.options.cache import SelfExtend
 from kvrt.program.layout import cell_layout
 from tests import interpreted
 from tests.interpreted import GPU
-from tests.marks import full
 from tests.toys import ToyLm
 
 OPTIMISED = False
@@ -158,11 +157,10 @@ def test_keys_by_channel_are_served_by_a_kernel():
 
 
 @pytest.mark.slow
-# The kernel's own tests have both frames of keys.
-@pytest.mark.parametrize("rope", [full("read"), "write"])
-def test_grouped_positions_are_served_by_a_kernel(rope):
+def test_grouped_positions_are_served_by_a_kernel():
+    """Of one frame of keys: the kernel's own tests have both."""
     extend = SelfExtend(ga_n=4, ga_w=8, kind="paper")
-    config = CacheConfig(n_ctx=32, block_size=16, n_ubatch=8, rope=rope, self_extend=extend)
+    config = CacheConfig(n_ctx=32, block_size=16, n_ubatch=8, self_extend=extend)
     assert self_test.run_test(made(config), GPU).passed
 
 
@@ -199,10 +197,7 @@ CONFIGS = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "config"),
-    [
-        *(("gpu", "f32"), ("tpu", "int8"), full("gpu", "int8"), full("tpu", "f32")),
-        *(("tpu", "bf16, at read"), full("gpu", "bf16, at read")),
-    ],
+    [("gpu", "f32"), ("tpu", "int8"), ("tpu", "bf16, at read")],
 )
 def test_the_kernels_pass(named, kernel, config):
     model, config = ToyLm(n_layers=1), CONFIGS[config]

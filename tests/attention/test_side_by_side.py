@@ -28,8 +28,7 @@ B, D = 256, 64
 jitted_attend, jitted_write = jax.jit(attend), jax.jit(kv_store.write_kv)
 
 
-@pytest.mark.parametrize("kv_dtype", ["f32", "bf16", "int8", "q8_0"])
-@pytest.mark.parametrize("n_kv", [1, 2, 4])
+@pytest.mark.parametrize(("kv_dtype", "n_kv"), [("f32", 1), ("bf16", 4), ("int8", 2)])
 def test_eight_blocks_a_pass_are_those_of_the_list(kv_dtype, n_kv):
     """Lists of every length, so that passes and what they leave begin and end anywhere."""
     n_q, d, n = 8, D, 21
@@ -64,8 +63,10 @@ def test_eight_blocks_a_pass_are_those_of_the_list(kv_dtype, n_kv):
             np.testing.assert_allclose(x, y, atol=3e-6)
 
 
-def compiled(kv_dtype, folder):
-    """A layer of SmolLM2's behind a list of 12 blocks, and bytes and numbers of its keys."""
+@pytest.fixture(scope="module", params=["f32", "bf16", "f16", "int8"])
+def compiled(request, tmp_path_factory):
+    """A layer of SmolLM2's behind a list of 12 blocks; numbers of its keys, and what XLA wrote."""
+    kv_dtype, folder = request.param, tmp_path_factory.mktemp("dump")
     n, n_kv, n_q = 12, 3, 9
     group = GroupSpec(layers=(0,), n_kv_heads=n_kv, head_dim=D, rope=None)
     config = CacheConfig(n_ctx=n * B, block_size=B, type_k=kv_dtype, type_v=kv_dtype)
@@ -83,12 +84,12 @@ def compiled(kv_dtype, folder):
     how = LayerAttention(group=group, rope=None, implementation="chunked")
     args = TokenQKV(q=q, k=own, v=own), LayerKV(k=store.k[0], v=store.v[0]), view, how
     options = {**(compiler_options() or {}), "xla_dump_to": str(folder)}
-    return jax.jit(attend).lower(*args).compile(options), n * n_kv * D * B
+    program = jax.jit(attend).lower(*args).compile(options)
+    return program, n * n_kv * D * B, store.k[0], folder
 
 
-@pytest.mark.parametrize("kv_dtype", ["f32", "bf16", "f16", "int8"])
-def test_cores_share_the_sums_and_nothing_of_the_cache_s_size_is_made(kv_dtype, tmp_path):
-    program, n_numbers = compiled(kv_dtype, tmp_path)
+def test_cores_share_the_sums_and_nothing_of_the_cache_s_size_is_made(compiled):
+    program, n_numbers, *_ = compiled
     text = program.as_text()
     sums = [x for x in text.splitlines() if " fusion(" in x and "f32[8,3,4,256]" in x[:90]]
     sums += [x for x in text.splitlines() if " fusion(" in x and "f32[8,3,16," in x[:90]]
@@ -101,11 +102,11 @@ def test_cores_share_the_sums_and_nothing_of_the_cache_s_size_is_made(kv_dtype, 
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump")
-@pytest.mark.parametrize("kv_dtype", ["f16", "int8"])
-def test_llvm_vectorizes_the_sums(kv_dtype, tmp_path):
-    _, n_numbers = compiled(kv_dtype, tmp_path)
-    said = f"{{i64 {n_numbers * (1 if kv_dtype == 'int8' else 2)}}}"
-    kernels = [x for x in tmp_path.glob("*.ir-no-opt.ll") if said in x.read_text()]
+@pytest.mark.parametrize("compiled", ["f16", "int8"], indirect=True)
+def test_llvm_vectorizes_the_sums(compiled):
+    _, n_numbers, keys, folder = compiled
+    said = f"{{i64 {n_numbers * jax.tree.leaves(keys)[0].dtype.itemsize}}}"
+    kernels = [x for x in folder.glob("*.ir-no-opt.ll") if said in x.read_text()]
     counts = [sum_code.disassembled(x) for x in kernels if "reduce" in x.name]
     print(counts)
     assert counts and not any(sum_code.is_lost("f16", x) for x in counts)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 LIMIT = 1e-4
 _HF = "tests/models/test_families.py::test_logits_are_those_of_transformers"
-_PEER = "tests/peer/test_latent_llama_cpp.py::test_log_probs_are_those_of_llama_cpp"
+_PEER = "tests/peer/test_llama_cpp.py::test_log_probs_are_those_of_llama_cpp"
 
 
 class Family(NamedTuple):

@@ -14,6 +14,7 @@ import numpy as np
 from tests import deltatoy
 from tests.matrix import plainmodel
 from tests.matrix.plainmodel import N_HEADS, N_KV, D
+from tests.oracle import rotated
 from tests.policies.plainscored import PlainLayer
 from tests.store import plaincodec
 
@@ -48,14 +49,6 @@ def rounded(x, dtype):
     if dtype in plaincodec.KINDS:
         return plaincodec.coded(x, dtype).astype(np.float64)
     return np.asarray(x, np.float32).astype(FLOATS.get(dtype, np.float16)).astype(np.float64)
-
-
-def rotated(x, pos):
-    """x [..., H, D] rotated to pos [...]: channel i with i + D/2 by pos * base^(-2i/D)."""
-    angle = np.multiply.outer(pos, plainmodel.ROPE.base ** (-2 * np.arange(D // 2) / D))
-    c, s = np.cos(angle)[..., None, :], np.sin(angle)[..., None, :]
-    a, b = x[..., : D // 2], x[..., D // 2 :]
-    return np.concatenate([a * c - b * s, a * s + b * c], -1)
 
 
 def sees(mask, k, q):

@@ -14,8 +14,8 @@ from kvrt.options.engine import EngineConfig
 from kvrt.serving.engine import Engine
 from kvrt.serving.request import Request
 from tests.matrix.plaincache import rounded
+from tests.oracle import rotated as turned
 from tests.sharedlm import Dense, SharedLm
-from tests.sharedlm import rotated as turned
 
 WINDOW, FULL = MaskSpec(kind="window", size=9), MaskSpec()
 # Logits lie within 1, and differ by some 1e-3 where nothing is rounded; by more than LIMIT only
@@ -72,7 +72,8 @@ def read(at, oracle, tokens, seq_id=0, limit=LIMIT):
     np.testing.assert_allclose(found, oracle.step(tokens), atol=limit, rtol=0)
 
 
-@pytest.mark.parametrize("rope", ["write", pytest.param("read", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rope", ["write", "read"])
 def test_a_runtime_with_checkpoints_and_a_session(model, rope, tmp_path):
     at = Runtime(model, config(rope, n_checkpoints=4, checkpoint_interval=16))
     oracle = Rounding(model, rope)

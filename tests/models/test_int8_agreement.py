@@ -17,6 +17,7 @@ from kvrt_models.layers import int8
 from kvrt_models.layers.int8 import FORMS, Forms, Int8Matrix
 from kvrt_models.layers.linear import Linear
 from kvrt_models.load import load
+from tests.marks import slow
 
 # Outputs, inputs, and inputs that share a scale: all, several groups, odd sizes, a single output.
 SIZES = [(24, 64, None), (40, 576, None), (9, 48, 16), (7, 33, None), (1, 97, None), (5, 27, 9)]
@@ -166,8 +167,7 @@ def apart(found, wanted):
 
 
 FAMILIES = ["llama", "llama-tied", "jamba-experts", "bamba", "gpt-oss", "llama4"]
-QUICK = ["llama-tied", "jamba-experts"]
-MANY = [pytest.param(f, marks=[] if f in QUICK else [pytest.mark.slow]) for f in FAMILIES]
+MANY = [f if f == "llama-tied" else slow(f) for f in FAMILIES]
 # Of the spread; without the remainders of activations it is 0.05 and more.
 TOY_BOUND = 1e-3
 
@@ -180,7 +180,7 @@ def test_a_token_has_its_logits_in_any_company(name):
     decoder = load(GOLDEN / name, dtype="int8").decoder
     assert len(linears(decoder)) > 3
     for n, form in ((1, "sum"), (8, "sum"), (8, "int8"), (70, "f32")):
-        if name in QUICK[1:] and form != "sum":
+        if name == "jamba-experts" and form != "sum":
             continue
         found = logits(with_form(decoder, form), tokens[:n])
         worst = apart(found, exact[:n])

@@ -105,7 +105,8 @@ def product_case(size, n_tokens=8):
 product = jax.jit(int8_sum.sum_product)
 
 
-@pytest.mark.parametrize("size", SIZES)
+# Even and odd numbers of groups and of inputs, of which the sums above have other lengths too.
+@pytest.mark.parametrize("size", [(1, 3, 27), (40, 9, 64), (3, 18, 32), (2, 1, 97)])
 def test_a_token_has_the_same_bits_alone_and_among_others(size):
     whole, values, scale = case = product_case(size)
     whole[6] = 0
@@ -121,7 +122,7 @@ def test_a_token_has_the_same_bits_alone_and_among_others(size):
         assert np.array_equal(alone, together[: len(alone)])
 
 
-@pytest.mark.parametrize("n_tokens", TOKENS)
+@pytest.mark.parametrize("n_tokens", [1, 8])
 def test_every_form_takes_the_scales_of_a_file_s_blocks(n_tokens):
     whole, values, scale = product_case((40, 18, 32), n_tokens)
     values[:, :, 5], scale = -128, scale.astype(np.float16)
@@ -157,13 +158,17 @@ def test_a_number_that_is_not_finite_stays_in_its_token(size):
 COMPILED = [(3072, 9, 64), (576, 24, 64), (3072, 2, 288), (49_152, 9, 64), (512, 43, 64)]
 
 
-def compiled(multiply, size, n_tokens, folder=None):
+def lowered(multiply, size, n_tokens):
     n_outputs, n_groups, g = size
     x = jax.ShapeDtypeStruct((n_tokens, n_groups * g), jnp.float32)
     values = jax.ShapeDtypeStruct((n_groups, n_outputs, g), jnp.int8)
     scale = jax.ShapeDtypeStruct((n_groups, n_outputs), jnp.float32)
-    options = {"xla_dump_to": str(folder)} if folder else None
-    return jax.jit(multiply).lower(x, values, scale).compile(options)
+    return jax.jit(multiply).lower(x, values, scale)
+
+
+@functools.cache
+def compiled(*case):
+    return lowered(*case).compile()
 
 
 def faults(program, size):
@@ -229,7 +234,7 @@ needs_objdump = pytest.mark.skipif(shutil.which("objdump") is None, reason="no o
 @pytest.mark.parametrize(("multiply", "lost"), [(int8_sum.sum_product, False), (plain_sum, True)])
 def test_one_token_s_sum_takes_widening_multiply_adds(tmp_path, multiply, lost):
     size = COMPILED[0]
-    compiled(multiply, size, 1, tmp_path)
+    lowered(multiply, size, 1).compile({"xla_dump_to": str(tmp_path)})
     counts = sum_code.disassembled(sum_code.kernel(tmp_path, math.prod(size)))
     print(counts)
     assert sum_code.is_lost("int8", counts) == lost

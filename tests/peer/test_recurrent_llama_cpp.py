@@ -6,6 +6,7 @@ import pytest
 from kvrt import CacheConfig, Runtime
 from kvrt_models.load import load
 from tests.peer import server, tiny_recurrent
+from tests.peer.slots import assert_same_text, followed
 
 pytestmark = pytest.mark.model
 OPTIMISED = False
@@ -43,17 +44,8 @@ def runtime(decoder, **change):
 
 def check(logits, expected):
     """Logits before each token against llama.cpp's log-probabilities."""
-    found = np.asarray(logits, np.float64)
-    found -= np.logaddexp.reduce(found, axis=1)[:, None]
-    worst = float(np.abs(found - expected.log_probs).max())
-    print(f"largest difference {worst:.1e}")
-    assert worst < TOLERANCE
-    assert found.argmax(axis=1).tolist() == expected.tokens.tolist()
+    assert_same_text(logits, expected, TOLERANCE)
     assert len(set(expected.tokens.tolist())) > 4
-
-
-def decoded(at, seq_id, expected):
-    return [at.decode({seq_id: int(t)})[seq_id] for t in expected.tokens[:-1]]
 
 
 def test_log_probs_are_those_of_llama_cpp(peer):
@@ -65,12 +57,13 @@ def test_log_probs_are_those_of_llama_cpp(peer):
             at.clear()
             for start in range(0, N_PROMPT, size):
                 logits = [at.prefill(prompt[start : start + size])]
-            check(logits + decoded(at, 0, expected), expected)
+            check(logits + followed(at, expected), expected)
         at.clear()
         at.prefill(prompt)
         assert [t.id for t in at.generate(N_PREDICT, stride=8)] == expected.tokens.tolist()
 
 
+@pytest.mark.parametrize("peer", ["jamba-experts", "bamba"], indirect=True)
 def test_both_sides_of_a_fork_are_those_of_llama_cpp(peer):
     """With whole programs, where the other tests run by layer."""
     decoder, [(prompt, mine), (other, theirs)] = peer
@@ -86,14 +79,15 @@ def test_both_sides_of_a_fork_are_those_of_llama_cpp(peer):
     check(rows[1], theirs)
 
 
+@pytest.mark.parametrize("peer", ["mamba", "bamba"], indirect=True)
 def test_a_new_prompt_after_a_removal_is_that_of_llama_cpp(peer):
     decoder, [(prompt, mine), (other, theirs)] = peer
     at = runtime(decoder, n_rs_seq=3)
     at.prefill(other)
-    decoded(at, 0, theirs)
+    followed(at, theirs)
     at.seq_rm(0)
     assert at.seq_pos_max(0) == -1
-    rows = [np.asarray(x) for x in (at.prefill(prompt), *decoded(at, 0, mine))]
+    rows = [np.asarray(x) for x in (at.prefill(prompt), *followed(at, mine))]
     check(rows, mine)
     # Three tokens back, and the same ones again.
     end = N_PROMPT + N_PREDICT - 1
@@ -101,4 +95,4 @@ def test_a_new_prompt_after_a_removal_is_that_of_llama_cpp(peer):
     again = [np.asarray(at.decode({0: t})[0]) for t in mine.tokens[-4:-1].tolist()]
     assert np.array_equal(again, rows[-3:])
     at.seq_rm(None)
-    check([at.prefill(other), *decoded(at, 0, theirs)], theirs)
+    check([at.prefill(other), *followed(at, theirs)], theirs)

@@ -7,7 +7,6 @@ import pytest
 from kvrt import CacheConfig, Engine, EngineConfig, LayerSkip, Request, Runtime, Speculation
 from kvrt.arrays import array_bytes
 from kvrt.reuse.blend import BlendSpec
-from tests.marks import full
 from tests.toys import KindedLm, ToyLm
 
 pytestmark = pytest.mark.slow
@@ -50,7 +49,7 @@ def run_all(kind):
 
 
 # "pieces" has the programs of "write", with longer prompts; an engine reads rotated keys below.
-@pytest.fixture(scope="module", params=[full(k) if k in ("write", "read") else k for k in KINDS])
+@pytest.fixture(scope="module", params=[k for k in KINDS if k not in ("write", "read")])
 def used(request):
     """A cache far larger than what a step touches, after one call of every program."""
     return run_all(request.param)
@@ -108,14 +107,7 @@ def serve_all(kind, mode):
     return engine
 
 
-@pytest.mark.parametrize(
-    ("kind", "mode"),
-    [
-        *(("read", "cell"), ("codes", "paged")),
-        *(full("write", "cell"), full("write", "paged"), full("read", "paged")),
-        full("codes", "cell"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "mode"), [("read", "cell"), ("codes", "paged")])
 def test_no_program_of_an_engine_copies_the_cache(kind, mode):
     engine = serve_all(kind, mode)
     cache, found = engine.device.cache, temp_bytes(engine.programs)

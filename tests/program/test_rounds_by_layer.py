@@ -4,7 +4,6 @@ import contextlib
 import functools
 from collections import Counter
 from itertools import islice
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -18,7 +17,6 @@ from kvrt import (
     Quest,
     Request,
     Sampling,
-    SelfExtend,
     Speculation,
 )
 from kvrt.options.engine import EngineConfig
@@ -27,22 +25,18 @@ from kvrt.program.layers.by_layer import StepByLayer
 from kvrt.reuse.blend import BlendSpec
 from kvrt.runtime.heavy_channels import heavy_channels
 from kvrt.store.codec import decode
-from kvrt_models.load import load
-from tests import retentiontoy, yocotoy
-from tests.marks import full, slow
+from tests import retentiontoy
+from tests.marks import first_fast, slow
 from tests.matrix.plainmodel import PlainModel
 from tests.numpy_device.device import installed
 from tests.program.test_by_layer import WINDOW, both
 from tests.serving.test_engine_drafts import Script
 from tests.toys import KindedLm, ToyLm
 
-HF = Path(__file__).parents[1] / "golden" / "hf"
 TEXT = np.random.default_rng(1).integers(0, 32, 60).tolist()
 N_DRAFT, N = 3, 24
-FULL, CHUNKED = MaskSpec(), MaskSpec(kind="chunked", size=8)
 EXACT = {"type_k": "f32", "type_v": "f32"}
 TOY = functools.partial(KindedLm, n_vocab=32)
-FAMILY = functools.lru_cache(maxsize=1)(lambda name: load(HF / name).decoder)
 
 
 def parts(layers):
@@ -53,33 +47,14 @@ def parts(layers):
 KINDS = {
     "full": (functools.partial(TOY, n_layers=3), {}),
     "f16": (TOY, {"type_k": "f16", "type_v": "f16"}),
-    "window": (functools.partial(TOY, masks=(WINDOW, FULL)), {}),
-    "chunked": (functools.partial(TOY, masks=(CHUNKED, FULL)), {}),
-    "rolling": (functools.partial(TOY, masks=(WINDOW,) * 2), {"n_ctx": 48}),
-    "read": (TOY, {"rope": "read"}),
-    "int8": (TOY, {"type_k": "int8", "type_v": "int8", "hadamard": True}),
-    "paper": (TOY, {"rope": "read", "self_extend": SelfExtend(ga_n=2, ga_w=8, kind="paper")}),
-    "paper, rotated": (TOY, {"self_extend": SelfExtend(ga_n=2, ga_w=8, kind="paper")}),
+    "window": (functools.partial(TOY, masks=(WINDOW, MaskSpec())), {}),
     "h2o": (TOY, {"policy": H2O(budget=24)}),
-    "shared": (parts("shared"), EXACT),
     "produced": (parts("produced"), EXACT),
     "latent": (parts("latent"), EXACT),
-    "yoco": (yocotoy.decoder, EXACT),
     "retention": (retentiontoy.decoder, EXACT),
     "recurrent": (parts("full+recurrent"), EXACT),
     "delta": (parts("full+delta"), EXACT),
-    "state space": (lambda: FAMILY("bamba"), EXACT),
 }
-QUICK = ("full", "recurrent")
-
-
-# Masks, frames of keys and types that the matrix has by layer, and mixtures of the others.
-OF_SOAK = {"rolling", "chunked", "read", "int8", "shared", "state space"}
-OF_SOAK |= {"paper", "paper, rotated", "yoco"}
-
-
-def few(names, quick):
-    return [x if x in quick else full(x) if x in OF_SOAK else slow(x) for x in names]
 
 
 @pytest.fixture(autouse=True)
@@ -178,7 +153,8 @@ def same_text(whole, by_layer, drafter, **asked):
     same_cache(whole, by_layer)
 
 
-@pytest.mark.parametrize("name", few(KINDS, QUICK))
+# Other masks, frames of keys and types the matrix has by layer.
+@pytest.mark.parametrize("name", first_fast(KINDS))
 def test_a_round_gives_the_same(name):
     whole, by_layer = pair(name)
     # Both, so that what it leaves in cells that are cleared is the same.
@@ -197,13 +173,14 @@ def test_a_round_gives_the_same(name):
         same_text(whole, by_layer, script, sampling=sampling, stop_ids=(31,))
 
 
-@pytest.mark.parametrize("name", ["window", *map(full, ("full", "rolling", "int8", "read"))])
-def test_layers_that_draft_give_the_same(name):
+@pytest.mark.slow
+def test_layers_that_draft_give_the_same():
     """Of a model whose other layer changes little."""
-    whole, by_layer = pair(name, behind=0.3, in_numpy=contextlib.nullcontext)
+    whole, by_layer = pair("window", behind=0.3, in_numpy=contextlib.nullcontext)
     same_text(whole, by_layer, lambda: LayerSkip(exit_layer=1))
 
 
+@pytest.mark.slow
 def test_layers_that_draft_have_the_programs_of_single_steps():
     """Those before the exit; where it cuts a run of three, the parts have programs of their own."""
     runtime = both(KindedLm(n_vocab=32, n_layers=9), n_each=None)[1]
@@ -253,8 +230,6 @@ def engine(name, mode, programs, model=None, **options):
     [
         slow("window", "cell"),
         *map(slow, ["window", "recurrent", "produced"], ["paged"] * 3),
-        *map(full, ["full", "retention"], ["cell"] * 2),
-        *map(full, ["f16", "yoco", "latent"], ["paged"] * 3),
     ],
 )
 def test_rounds_of_many_give_the_same(name, mode):
@@ -291,17 +266,15 @@ def test_layers_that_draft_for_many_give_the_same(mode):
 
 BLENDS = {
     "full": 1,
-    "int8": 0,
     "window": 0,
-    "shared": 0,
     "produced": 0,
     "latent": 0,
-    "read": 0,
     "quest": 1,
 }
 
 
-@pytest.mark.parametrize("name", few(BLENDS, ("full",)))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BLENDS)
 def test_a_blend_gives_the_same(name):
     spec, found = BlendSpec(ratio=0.4, check_layer=BLENDS[name]), []
     select = Quest(n_cells=48, n_sink=0, n_recent=8) if name == "quest" else None
@@ -318,6 +291,7 @@ def test_a_blend_gives_the_same(name):
     assert names >= {"put_stream", "vacate_slots", "layers"} and "run_part" not in names
 
 
+@pytest.mark.slow
 def test_what_cells_are_attended_to_is_found_alike():
     gone = []
     for runtime in pair("full", n_ctx=64, in_numpy=contextlib.nullcontext):

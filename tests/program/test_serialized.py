@@ -1,9 +1,11 @@
 """Programs in files: a second start traces nothing, and a file that is no use is not taken."""
 
+import contextlib
 import functools
 import os
 import pathlib
 import pickle
+import shutil
 import subprocess
 import sys
 import time
@@ -56,17 +58,45 @@ def start(path):
     return run
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
+@contextlib.contextmanager
+def kept_in(cache):
     """Where `kvrt.keep_programs` has programs kept."""
     before = jax.config.values
-    monkeypatch.setenv("KVRT_CACHE", str(tmp_path / "cache"))
     jax.config.update("jax_compilation_cache_dir", None)
-    yield kvrt.keep_programs() / "kvrt_programs"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVRT_CACHE", str(cache))
+        yield kvrt.keep_programs() / "kvrt_programs"
     for name, value in before.items():
         if name.startswith(("jax_compilation_cache_dir", "jax_persistent_cache_min")):
             jax.config.update(name, value)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """One that is empty."""
+    with kept_in(tmp_path / "cache") as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def first(start, tmp_path_factory):
+    """What a first start gave, its cache folder, whose path digests have, and a copy of that."""
+    cache = tmp_path_factory.mktemp("first") / "cache"
+    with kept_in(cache) as folder:
+        found = start()
+        assert len(names(folder, found[-1].n_compiles)) == found[-1].n_compiles > 3
+    return found, cache, shutil.copytree(cache, cache.with_name("copy"))
+
+
+@pytest.fixture
+def left(first):
+    """The programs that a first start left."""
+    _, cache, copy = first
+    shutil.rmtree(cache)
+    shutil.copytree(copy, cache)
+    with kept_in(cache) as folder:
+        yield folder
 
 
 def names(folder, n):
@@ -83,23 +113,21 @@ def no_trace(*_):
     raise AssertionError("a program is traced that is in a file")
 
 
-def test_a_second_start_traces_nothing_and_gives_the_same_bits(folder, start, monkeypatch):
-    first = start()
-    found = names(folder, first[-1].n_compiles)
-    assert first[-1].n_from_disk == 0 and len(found) == first[-1].n_compiles > 3
+def test_a_second_start_traces_nothing_and_gives_the_same_bits(left, start, first, monkeypatch):
+    first, found = first[0], names(left, first[0][-1].n_compiles)
+    assert first[-1].n_from_disk == 0
     monkeypatch.setattr(Programs, "_traced", no_trace)
     second = start()
     assert second[0] == first[0]
     assert (second[1] == first[1]).all() and (second[2] == first[2]).all()
     assert second[-1].n_from_disk == second[-1].n_compiles == first[-1].n_compiles
-    assert names(folder, len(found)) == found
+    assert names(left, len(found)) == found
 
 
 @pytest.mark.parametrize("damage", ["cut short", "a bit", "no executable", "a folder"])
-def test_a_file_that_is_no_use_costs_time_and_a_line(folder, start, damage):
-    first = start()
-    names(folder, first[-1].n_compiles)
-    found = max(folder.iterdir(), key=lambda x: x.stat().st_size)
+def test_a_file_that_is_no_use_costs_time_and_a_line(left, start, first, damage):
+    first = first[0]
+    found = max(left.iterdir(), key=lambda x: x.stat().st_size)
     data = found.read_bytes()
     found.unlink()
     if damage == "cut short":
@@ -118,8 +146,8 @@ def test_a_file_that_is_no_use_costs_time_and_a_line(folder, start, damage):
     n = first[-1].n_compiles
     assert second[-1].n_from_disk == n and found.is_dir() == (damage == "a folder")
     if damage != "a folder":
-        assert len(names(folder, n - 1)) == n - 1
-        assert start()[-1].n_from_disk == n and len(names(folder, n - 1)) == n - 1
+        assert len(names(left, n - 1)) == n - 1
+        assert start()[-1].n_from_disk == n and len(names(left, n - 1)) == n - 1
 
 
 def test_a_program_of_a_useless_file_is_made_under_kvrts_settings_of_jax(folder, start):

@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 
 from kvrt import CacheConfig, Runtime
-from tests.marks import full
-from tests.serving import engines
 from tests.toys import DeltaLm
 
 pytestmark = pytest.mark.slow
@@ -63,15 +61,3 @@ def test_a_fork_and_its_source_go_on_each_for_itself():
     at.seq_cp(0, 1)
     at.append(TEXT[::-1], 1)
     assert_near(at.append(TEXT[40:])[0], fresh.append(TEXT)[0])
-
-
-# The matrix has both, and hits beside them.
-@pytest.mark.parametrize("mode", [full("cell"), full("paged")])
-def test_an_engine_gives_what_a_runtime_gives(mode):
-    prompts = [TEXT[:50], TEXT[3:12], TEXT[:49] + TEXT[60:80]]
-    asked = [engines.ask(i, x, n_predict=4) for i, x in enumerate(prompts)]
-    _, found = engines.run(engines.make("delta", mode), asked)
-    for i, prompt in enumerate(prompts):
-        at = engines.runtime("delta")
-        at.clear()
-        assert_near(found[str(i), 0][0], at.append(list(prompt))[0])

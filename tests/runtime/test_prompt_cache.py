@@ -17,6 +17,7 @@ from kvrt.errors import (
 )
 from kvrt.reuse.schema import lay_out, read_schema
 from kvrt.runtime.prompt_cache import PromptCache
+from tests.oracle import rotated
 from tests.toys import ToyLm
 
 pytestmark = pytest.mark.usefixtures("numpy_device")
@@ -46,15 +47,6 @@ def encode(text):
 
 def layout_of(schema=LETTER, lead=LEAD):
     return lay_out(read_schema(schema), encode, UNKNOWN, lead)
-
-
-def rotated(x, pos, base=100.0):
-    """RoPE of halves, as ToyLm's groups have it: [T, H, D]."""
-    half = x.shape[-1] // 2
-    angle = np.asarray(pos)[:, None] * base ** (-np.arange(half) / half)
-    cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
-    a, b = x[..., :half], x[..., half:]
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
 def layer_groups(model):

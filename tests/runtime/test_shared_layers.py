@@ -11,7 +11,7 @@ from kvrt.program.estimate import of_blocks, of_cells
 from kvrt.program.layout import cell_layout
 from kvrt.reuse.blend import BlendSpec
 from kvrt.upkeep.sharded import shift_buffers
-from tests.marks import full, slow
+from tests.marks import slow
 from tests.runtime.alongside import TEXT, read, run_history
 from tests.sharedlm import CLA2, CLA3, UNEVEN, D, Dense, SharedLm, mlkv_map
 from tests.toys import RowModel, allclose
@@ -29,8 +29,6 @@ MODELS = {
 EACH = [
     ("cla2", "write"),
     *(slow("uneven", "read"), slow("mlkv", "write"), slow("windows", "read")),
-    *(full("cla2", "read"), full("cla3", "write"), full("cla3", "read"), full("uneven", "write")),
-    *(full("mlkv", "read"), full("windows", "write")),
 ]
 GROUP = dict(n_kv_heads=2, head_dim=D, rope=None)
 
@@ -74,13 +72,6 @@ def test_a_shift_of_every_layer_is_seen(monkeypatch):
     wrong = Runtime(model("cla2"), config)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         run_history(wrong, Dense(model("cla2")))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [full("bf16"), full("int8")])
-def test_quantized_keys_are_read_by_all(dtype):
-    """Coarsely: the matrix has each KV dtype number by number."""
-    run_history(runtime("cla2", type_k=dtype, type_v=dtype), Dense(model("cla2")), 0.25)
 
 
 def test_a_session_has_each_array_once(tmp_path):

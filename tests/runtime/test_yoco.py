@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvrt import CacheConfig, GroupSpec, RecurrentSpec, Runtime, session
+from kvrt import CacheConfig, Runtime
 from kvrt.arrays import array_bytes
 from kvrt.errors import BadConfig
 from kvrt.program.estimate import of_cells
-from kvrt.program.layout import cell_layout
 from kvrt_models.decoder import Decoder
 from tests import yocotoy
 from tests.marks import slow
@@ -103,17 +102,6 @@ def test_some_tokens_of_a_step_have_logits(at):
     close(at.append(TEXT[24:30]), whole()[29:30], 2e-5)
 
 
-@pytest.mark.slow
-def test_a_session_has_each_array_once(at, tmp_path):
-    at.append(TEXT[:20])
-    snapshot = at.snapshot()
-    assert [g.blocks[0].k.shape[0] for g in snapshot.groups] == [HALF, 1]
-    session.save(tmp_path / "x.kv", snapshot)
-    at.clear()
-    at.restore(session.read(tmp_path / "x.kv"))
-    close(at.append(TEXT[20:24]), whole()[23:24], 2e-5)
-
-
 def test_bytes_are_of_half_the_layers_windows_and_one_cache():
     at = shared("write")
     kept = [array_bytes(store) for store in at.cache.stores]
@@ -126,20 +114,6 @@ def test_bytes_are_of_half_the_layers_windows_and_one_cache():
 
 def test_the_oracle_sees_windows():
     assert np.abs(Dense(window=2 * WINDOW).logits(TEXT) - whole()).max() > 1e-2
-
-
-GROUP = dict(n_kv_heads=2, head_dim=8, rope=None)
-
-
-def test_maps_that_cannot_be_are_refused():
-    with pytest.raises(BadConfig, match=r"layer 1 reads .* of layer 2, which runs later"):
-        GroupSpec(layers=(2,), kv_of=((1, 2),), **GROUP)
-    with pytest.raises(BadConfig, match="layer 2 is in two groups, or recurrent as well"):
-        cell_layout(
-            [GroupSpec(layers=(0,), kv_of=((2, 0),), **GROUP)],
-            RecurrentSpec(layers=(2,), shapes=((4,),)),
-            CacheConfig(),
-        )
 
 
 class Wrong(Decoder):

@@ -26,7 +26,6 @@ MODELS = {
     "recurrent": HybridLm,
     "states": functools.partial(HybridLm, attention=False),
 }
-KINDS = list(MODELS)
 
 
 def of_ropes(*bases, **options):

@@ -9,15 +9,13 @@ from kvrt import Sampling, SelfExtend
 from kvrt.errors import BadRequest
 from kvrt.options.serving import Rules
 from kvrt.policies import AttentionSinks, ContextShift
-from tests.marks import in_turn, slow
 from tests.numpy_device.device import compiled
-from tests.serving.engines import KINDS, N_BATCH, N_ROWS, alone, ask, make, runtime
+from tests.serving.engines import N_BATCH, N_ROWS, alone, ask, make, runtime
 from tests.serving.plainbeams import beam_search
 from tests.serving.soundspace import assert_sound
 
 pytestmark = pytest.mark.usefixtures("numpy_device")
 
-MODES = ("cell", "paged")
 WARM = Sampling(temp=0.9, top_k=8, seed=7)
 
 
@@ -88,19 +86,18 @@ def check(engine, kind, request, beside=(), **oracle):
     return got
 
 
-@pytest.mark.parametrize("mode", ["cell", slow("paged")])
-def test_beams_beside_other_requests_are_those_of_brute_force(mode):
+def test_beams_beside_other_requests_are_those_of_brute_force():
     request = ask("a", prompt(9), 7, num_beams=3, n=2, stop_ids=tuple(range(0, 32, 3)))
     beside = [ask("b", prompt(6, 3), 9, sampling=WARM), ask("c", prompt(20, 4), 3)]
-    engine = make("full", mode)
+    engine = make()
     check(engine, "full", request, beside)
     assert engine.stats().sequences["forked"] >= 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "mode"), in_turn(KINDS, MODES))
-def test_beams_of_all_kinds_of_layers(kind, mode):
-    """Prompts that end within a block and with one; penalties, and early stopping."""
+@pytest.mark.parametrize(("kind", "mode"), [("full", "cell"), ("recurrent", "paged")])
+def test_penalties_and_early_stopping(kind, mode):
+    """Prompts that end within a block and with one; the matrix has every kind of layers."""
     engine = make(kind, mode)
     for n_prompt, n_beams, penalty, early in ((8, 3, 2.0, "never"), (21, 2, -1.0, False)):
         told = dict(num_beams=n_beams, length_penalty=penalty, early_stopping=early, n=2)
@@ -135,10 +132,9 @@ def test_beams_that_self_extend_moves(kind, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_beams_have_their_room_and_others_are_preempted_around_them(mode):
+def test_beams_have_their_room_and_others_are_preempted_around_them():
     rules = Rules(n_batch=N_BATCH, admit="chunk")
-    engine = make("full", mode, rules=rules, n_ctx=48)
+    engine = make("full", rules=rules, n_ctx=48)
     beside = [ask(i, prompt(7, i), 30, sampling=WARM) for i in range(2)]
     request = ask("a", prompt(9), 12, num_beams=2)
     check(engine, "full", request, beside)
@@ -146,18 +142,16 @@ def test_beams_have_their_room_and_others_are_preempted_around_them(mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_searches_that_do_not_fit_together_follow_each_other(mode):
-    engine = make("full", mode, n_ctx=72)
+def test_searches_that_do_not_fit_together_follow_each_other():
+    engine = make("full", n_ctx=72)
     asked = [ask(i, prompt(9, i), 12, num_beams=3) for i in range(3)]
     got = serve(engine, asked)
     for request in asked:
         assert_is(got, request, brute_force("full", request))
 
 
-@pytest.mark.parametrize("mode", ["cell", slow("paged")])
-def test_the_best_text_of_a_search_is_found_by_the_next_request(mode):
-    engine = make("full", mode)
+def test_the_best_text_of_a_search_is_found_by_the_next_request():
+    engine = make()
     request = ask("a", prompt(17), 12, num_beams=3)
     best = serve(engine, [request])["a", 0].tokens
     again = ask("b", [*request.tokens, *best, 5], 3)
@@ -165,9 +159,8 @@ def test_the_best_text_of_a_search_is_found_by_the_next_request(mode):
     assert got["b", 0].n_cached >= 24 and list(got["b", 0].tokens) == alone("full", again)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_search_ends_as_a_whole_when_it_is_cancelled(mode):
-    engine = make("full", mode)
+def test_a_search_ends_as_a_whole_when_it_is_cancelled():
+    engine = make()
     engine.add_request(ask("a", prompt(9), 30, num_beams=3, n=2))
     for _ in range(5):
         assert engine.step() == []
@@ -188,9 +181,8 @@ def test_a_search_ends_as_a_whole_when_it_is_cancelled(mode):
     assert_nothing_is_left(engine)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_search_that_never_fits_is_refused(mode):
-    engine = make("full", mode, n_ctx=64)
+def test_a_search_that_never_fits_is_refused():
+    engine = make("full", n_ctx=64)
     for request, said in (
         (ask("a", prompt(9), 30, num_beams=4), "reserves room for 4 x 38 tokens, the cache"),
         (ask("a", prompt(9), 2, num_beams=5), "reserves room for 5 x 10 tokens, the cache has"),
@@ -202,10 +194,9 @@ def test_a_search_that_never_fits_is_refused(mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
 @compiled()
-def test_a_search_compiles_a_program_for_its_first_step_and_one_for_the_others(mode):
-    engine = make("full", mode)
+def test_a_search_compiles_a_program_for_its_first_step_and_one_for_the_others():
+    engine = make()
     serve(engine, [ask("a", prompt(9), 20)])
     before = set(engine.programs.compiled())
     serve(engine, [ask("a", prompt(9, 1), 20, num_beams=3)])

@@ -14,7 +14,9 @@ from kvrt.policies import AttentionSinks
 from kvrt.program import estimate
 from kvrt.serving.engine import Engine
 from kvrt.serving.sizing import budget
-from tests.serving.engines import MODELS, N_BATCH, ask
+from tests.latentlm import RANK, ROPE
+from tests.serving.engines import MODELS, N_BATCH, ask, make
+from tests.sharedlm import D
 
 pytestmark = pytest.mark.usefixtures("zeros_of_numpy")
 
@@ -35,12 +37,16 @@ def taken(engine):
     return sum(x.nbytes for tree in trees for x in jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize("policy", [None, POLICY], ids=["no policy", "policy"])
-@pytest.mark.parametrize("mode", ["paged", "cell"])
-@pytest.mark.parametrize("kind", ["full", "window", "sinks", "recurrent"])
+@pytest.mark.parametrize(
+    ("kind", "mode", "policy"),
+    [
+        *(("full", "paged", None), ("full", "cell", POLICY)),
+        *(("window", "paged", POLICY), ("window", "cell", None)),
+        *(("sinks", "paged", None), ("sinks", "cell", POLICY)),
+        *(("recurrent", "paged", None), ("recurrent", "cell", None)),
+    ],
+)
 def test_what_is_allocated_is_what_was_given(kind, mode, policy):
-    if kind == "recurrent" and policy:
-        return
     model = MODELS[kind]()
     engine = Engine(model, CONFIG, options(600_000, mode), policy=policy)
     assert 0.8 * 600_000 < taken(engine) <= 600_000
@@ -50,6 +56,18 @@ def test_what_is_allocated_is_what_was_given(kind, mode, policy):
     assert same.n_ctx == engine.config.n_ctx
     less = dataclasses.replace(again, budget_bytes=taken(engine) - 1)
     assert budget.fit_budget(*at, CONFIG, less, policy).n_ctx < same.n_ctx
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "readers"),
+    [("latent", (ROPE, RANK), [(), ()]), ("shared", (D, D), [((2, 0),), ((3, 1),)])],
+)
+def test_a_pool_of_two_groups_has_what_they_keep_once(kind, sizes, readers):
+    """A latent is no keys and values of heads; layers that read others have no array."""
+    layout = make(kind).device.layout
+    assert [g.kv_of for g in layout.groups] == readers
+    (store,) = layout.stores
+    assert (store.head_dim, store.head_dim_v, store.n_buffers) == (*sizes, 1)
 
 
 def test_tiers_on_the_host_are_counted():

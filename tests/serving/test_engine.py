@@ -5,7 +5,7 @@ import pytest
 
 from kvrt import Sampling
 from kvrt.errors import BadRequest
-from tests.marks import full, slow
+from tests.marks import slow
 from tests.serving.engines import alone, ask, drawn, engine, make, run
 
 EACH = [  # the matrix has every kind in both modes
@@ -13,8 +13,6 @@ EACH = [  # the matrix has every kind in both modes
     slow("full", "cell"),
     slow("window", "cell"),
     slow("recurrent", "paged"),
-    *(full(kind, "cell") for kind in ("chunked", "recurrent", "states")),
-    *(full(kind, "paged") for kind in ("window", "chunked", "states")),
 ]
 
 

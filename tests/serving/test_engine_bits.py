@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 
 from kvrt.errors import BadConfig
-from tests.marks import full
 from tests.serving.engines import N_BATCH, ask, make, one, run
 
 pytestmark = pytest.mark.slow
 OPTIMISED = True
-# Layers of all positions are in each of the others, and windows in those by layer.
-KINDS = [*map(full, ("full", "window", "chunked")), "recurrent", "by layer"]
+# Tokens of a step by kind. Layers of all positions are in both, windows of 9 in those by layer.
+KINDS = {"recurrent": N_BATCH, "by layer": 2 * N_BATCH}
 
 
 @functools.cache
 def engine(kind, mode):
     """One that tests share, with the programs of all in its mode."""
-    return make(kind, mode, block_size=8, prefix_cache=mode == "paged")
+    n = KINDS.get(kind, N_BATCH)
+    return make(kind, mode, block_size=8, n_ubatch=n, prefix_cache=mode == "paged")
 
 
 def assert_same(a, b):
@@ -42,25 +42,21 @@ def test_blocks_give_what_cells_give(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hit_gives_what_a_miss_gives(kind):
-    at = engine(kind, "paged")
-    tokens = np.random.default_rng(2).integers(0, 32, N_BATCH + 3)
+    at, n = engine(kind, "paged"), KINDS[kind]
+    tokens = np.random.default_rng(2).integers(0, 32, n + 3)
     miss = one(at, ask("miss", tokens))
     at.add_request(ask("hit", tokens))
     outs = [x for _ in range(20) if at.has_work for x in at.step()]
     # A whole step of the first, so that what is left of both is computed in steps alike.
-    assert outs[0].n_cached == N_BATCH
+    assert outs[0].n_cached == n
     assert_same(one(at, ask("again", tokens)), miss)
-    other = np.concatenate([tokens[: N_BATCH + 2], [1, 2, 3]])
+    other = np.concatenate([tokens[: n + 2], [1, 2, 3]])
     found = one(at, ask("other", other))
     assert_same(found, one(at, ask("cold", other, cache=False)))
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["by layer", *map(full, ("full", "window", "chunked", "sinks"))],
-)
-def test_a_hit_within_a_block_gives_what_a_miss_gives(kind):
-    at = make(kind, block_size=8, hash_block_size=2)
+def test_a_hit_within_a_block_gives_what_a_miss_gives():
+    at = make("by layer", block_size=8, hash_block_size=2)
     tokens = np.random.default_rng(3).integers(0, 32, 21)
     run(at, [ask("first", tokens)])
     # 20 tokens up to the last boundary of a prompt: two blocks, and half of the third in a copy.

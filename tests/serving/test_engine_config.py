@@ -35,9 +35,8 @@ def test_generate_takes_a_request_and_streams_it():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["paged", "cell"])
-def test_an_ended_sample_keeps_nothing_but_its_tokens(mode):
-    at = make("full", mode)
+def test_an_ended_sample_keeps_nothing_but_its_tokens():
+    at = make()
     for request in (ask("a", [1, 2, 3], 3), ask("b", [4, 5, 6], 9, n=2)):
         at.add_request(request)
     at.step()

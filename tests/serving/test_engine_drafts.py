@@ -13,16 +13,15 @@ from kvrt.options.engine import EngineConfig
 from kvrt.options.serving import Rules
 from kvrt.policies import AttentionSinks, ContextShift
 from kvrt.program.rounds.round import Drafted, plan_rounds, stays_of
-from tests.marks import full, in_turn
 from tests.numpy_device.device import compiled
 from tests.serving.engines import MODELS, N_BATCH, N_ROWS, B, ask, drawn, make, served
 from tests.serving.soundspace import assert_sound
 
 pytestmark = pytest.mark.usefixtures("numpy_device")
 
-MODES = [pytest.param("cell", marks=pytest.mark.slow), "paged"]
 N_DRAFT = 3
-LAYERS = in_turn(MODELS, ("cell", "paged"))
+# The matrix and program/test_rounds_by_layer.py have others.
+LAYERS = [("full", "cell"), ("window", "paged"), ("recurrent", "paged"), ("latent", "cell")]
 
 
 class Script:
@@ -106,11 +105,10 @@ def test_text_is_that_without_drafts(kind, mode, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_a_small_pool_preempts_and_changes_no_text(mode, monkeypatch):
+def test_a_small_pool_preempts_and_changes_no_text(monkeypatch):
     never_backs_off(monkeypatch)
     rng = np.random.default_rng(5)
-    both = pair("full", mode, n_ctx=64)
+    both = pair("full", "paged", n_ctx=64)
     requests = [ask(i, rng.integers(0, 32, 11), 24) for i in range(5)]
     check_same(both, requests)
     check_same(both, [ask("again", requests[1].tokens, 24)])
@@ -123,8 +121,6 @@ def test_a_small_pool_preempts_and_changes_no_text(mode, monkeypatch):
     ("kind", "mode"),
     [
         ("full", "paged"),
-        full("full", "cell"),
-        full("window", "paged"),
         ("window", "cell"),
         ("recurrent", "paged"),
     ],
@@ -155,11 +151,10 @@ SAMPLED = Sampling(temp=0.9, top_k=12, repeat_penalty=1.3, repeat_last_n=6, seed
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_sampled_texts_are_those_of_their_seeds(mode, monkeypatch):
+def test_sampled_texts_are_those_of_their_seeds(monkeypatch):
     """Samples of one request, penalties token by token, and greedy ones beside them."""
     never_backs_off(monkeypatch)
-    both = pair("full", mode)
+    both = pair("full", "paged")
     requests = [
         ask("a", [1, 2, 3, 4, 5], 20, sampling=SAMPLED, n=2),
         ask("b", [7, 8, 9], 20),
@@ -192,12 +187,11 @@ def right(text):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_it_ends_where_it_would_without_drafts(mode):
+def test_it_ends_where_it_would_without_drafts():
     """At a stop id that was drafted, and at the number of tokens asked for."""
-    plain, prompt = make("full", mode), [3, 1, 4, 1, 5]
+    plain, prompt = make(), [3, 1, 4, 1, 5]
     (text,) = served(plain, [ask("a", prompt, 40)]).values()
-    drafted, _, _ = pair("full", mode, drafter=right([*prompt, *text]))
+    drafted, _, _ = pair("full", "paged", drafter=right([*prompt, *text]))
     for n in (1, 2, 3, 9):
         assert served(drafted, [ask("a", prompt, n)]) == {("a", 0): text[:n]}
     stop = next(t for i, t in enumerate(text) if i > 8 and t not in text[:i])
@@ -207,13 +201,12 @@ def test_it_ends_where_it_would_without_drafts(mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_every_token_of_a_round_has_its_logits(mode):
-    plain, prompt, rows = make("full", mode), [3, 1, 4, 1, 5], []
+def test_every_token_of_a_round_has_its_logits():
+    plain, prompt, rows = make(), [3, 1, 4, 1, 5], []
     (text,) = served(
         plain, [ask("a", prompt, 20)], lambda out: rows.append(plain.logits("a"))
     ).values()
-    drafted, _, _ = pair("full", mode, drafter=right([*prompt, *text]))
+    drafted, _, _ = pair("full", "paged", drafter=right([*prompt, *text]))
     found, sizes = [], []
 
     def take(out):
@@ -228,22 +221,11 @@ def test_every_token_of_a_round_has_its_logits(mode):
     np.testing.assert_allclose(np.stack(found), np.stack(rows), atol=2e-5)
 
 
-# The matrix has both in a cell with drafts, beside q8_0 and int4.
-@pytest.mark.parametrize(("mode", "dtype"), [full("paged", "int8"), full("cell", "f16")])
-def test_quantized_keys_are_those_of_single_steps(mode, dtype, monkeypatch):
-    never_backs_off(monkeypatch)
-    both = pair("window", mode, type_k=dtype, type_v=dtype)
-    requests = [ask(i, x, 16) for i, x in enumerate(drawn(np.random.default_rng(1), 4, 3, 12))]
-    check_same(both, requests)
-    assert both[0].stats().drafts["accepted"] > 5
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_policies_cut_rounds_and_change_no_text(mode, monkeypatch):
+def test_policies_cut_rounds_and_change_no_text(monkeypatch):
     never_backs_off(monkeypatch)
     rules = Rules(n_batch=N_BATCH, n_ctx_seq=32)
-    both = pair("full", mode, rules=rules)
+    both = pair("full", "paged", rules=rules)
     rng = np.random.default_rng(2)
     policies = [ContextShift(n_keep=3), AttentionSinks(n_sink=2, n_window=20, n_drop=8), "none"]
     asked = [
@@ -257,10 +239,9 @@ def test_policies_cut_rounds_and_change_no_text(mode, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_searches_and_who_asks_for_none_are_not_drafted_for(mode):
+def test_searches_and_who_asks_for_none_are_not_drafted_for():
     drafter = Always([1, 2, 3])
-    both = pair("full", mode, drafter=drafter)
+    both = pair("full", "paged", drafter=drafter)
     requests = [ask("a", [1, 2, 3], 8, num_beams=2), ask("b", [4, 5], 8, drafts=False)]
     assert served(both[0], requests) == served(both[1], requests)
     assert drafter.n_asked == 0
@@ -320,12 +301,11 @@ def test_few_programs_serve_all_rounds():
 
 
 @compiled()
-@pytest.mark.parametrize("mode", MODES)
-def test_a_call_that_was_interrupted_is_taken_up(mode, monkeypatch):
+def test_a_call_that_was_interrupted_is_taken_up(monkeypatch):
     """What a step has sampled is read by the next call, though someone was cancelled meanwhile."""
-    prompt, plain = [3, 1, 4, 1, 5], make("full", mode)
+    prompt, plain = [3, 1, 4, 1, 5], make()
     (text,) = served(plain, [ask("a", prompt, 20)]).values()
-    drafted, _, _ = pair("full", mode, drafter=right([*prompt, *text]))
+    drafted, _, _ = pair("full", "paged", drafter=right([*prompt, *text]))
     drafts = drafted._steps._drafts
     drafted.add_request(ask("a", prompt, 20))
     drafted.add_request(ask("b", prompt, 20, drafts=False))

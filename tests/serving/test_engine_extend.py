@@ -25,11 +25,8 @@ WIDE = SelfExtend(ga_n=4, ga_w=32)
 
 KINDS = [  # of the default suite one a kind
     (CACHE, "write", "paged"),
-    slow(PAPER, "read", "cell"),
-    slow(CACHE, "write", "cell"),
     slow(CACHE, "read", "cell"),
-    slow(PAPER, "read", "paged"),
-    slow(PAPER, "write", "cell"),
+    slow(PAPER, "read", "cell"),
     slow(PAPER, "write", "paged"),
     slow(WIDE, "read", "paged"),
 ]
@@ -97,10 +94,9 @@ def test_long_requests_beside_short_ones(extend, rope, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["cell", "paged"])
-def test_what_was_preempted_is_computed_again_with_the_same_rounds(mode):
+def test_what_was_preempted_is_computed_again_with_the_same_rounds():
     rng = np.random.default_rng(3)
-    engine = shared(CACHE, "write", mode, n_ctx=128, admit="chunk")
+    engine = shared(CACHE, "write", "paged", n_ctx=128, admit="chunk")
     victims, preempt = [], engine._scheduler._requests.preempt
     engine._scheduler._requests.preempt = lambda s: (victims.append(s.n_gone), preempt(s))
     asked = [ask(i, tokens, 40) for i, tokens in enumerate(drawn(rng, 8, 20, 60))]
@@ -114,9 +110,8 @@ def test_quantized_keys_are_quantized_again_as_often():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["paged", "cell"])
-def test_states_of_recurrent_layers_have_no_positions(mode):
-    engine = shared(CACHE, "read", mode, "recurrent")
+def test_states_of_recurrent_layers_have_no_positions():
+    engine = shared(CACHE, "read", "paged", "recurrent")
     check(engine, mixed(np.random.default_rng(6), 3), kind="recurrent")
 
 

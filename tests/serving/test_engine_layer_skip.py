@@ -11,7 +11,6 @@ from kvrt.errors import BadConfig
 from kvrt.options.engine import EngineConfig
 from kvrt.options.serving import Rules
 from kvrt.policies import AttentionSinks, ContextShift
-from tests.marks import full
 from tests.numpy_device.device import installed
 from tests.serving.engines import MODELS, N_BATCH, B, ask, drawn, make, served
 from tests.serving.soundspace import assert_sound
@@ -24,8 +23,6 @@ N_DRAFT = 3
 SPEC = Speculation(drafter=LayerSkip(exit_layer=1), n_draft=N_DRAFT)
 # Also equal: full, chunked, sinks, latent and ropes, and each of these in the other mode.
 KINDS = [("rolling", "cell"), ("window", "paged")]
-# What a request samples, and what the first layers hand on, no mode of the cache changes.
-MODES = [full("cell"), "paged"]
 
 
 def pair(kind, mode, in_numpy=installed, **options):
@@ -72,11 +69,10 @@ def test_text_is_that_without_drafts(kind, mode, monkeypatch):
     assert stats.n_steps < both[1].stats().n_steps
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_samples_penalties_and_stop_ids_are_those_of_single_steps(mode, monkeypatch):
+def test_samples_penalties_and_stop_ids_are_those_of_single_steps(monkeypatch):
     """Nothing behind a stop id is sampled, though the first layers may draft beyond it."""
     never_backs_off(monkeypatch)
-    both = pair("full", mode, contextlib.nullcontext)  # NumPy's random numbers are others
+    both = pair("full", "paged", contextlib.nullcontext)  # NumPy's random numbers are others
     (text,) = served(both[1], [ask("x", [1, 2, 3], 20)]).values()
     requests = [
         ask("a", [1, 2, 3, 4, 5], 16, sampling=SAMPLED, n=2),
@@ -98,17 +94,16 @@ class SilentBehind(ToyLm):
         qkv[...] = qkv[...].at[:, -width:].set(0.0)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_what_the_other_layers_add_nothing_to_is_drafted_rightly(mode):
+def test_what_the_other_layers_add_nothing_to_is_drafted_rightly():
     """A draft sees those before it, in blocks that its round begins; then all of them stay.
 
     The other layers go on from what the first ones made of it, so that else the text would differ.
     """
     config = CacheConfig(n_ctx=256, n_seq_max=2, block_size=B, n_ubatch=8)
     spec = Speculation(drafter=LayerSkip(exit_layer=1), n_draft=7)
-    drafted = Engine(SilentBehind(), config, EngineConfig(mode=mode, speculation=spec))
+    drafted = Engine(SilentBehind(), config, EngineConfig(speculation=spec))
     with installed():
-        plain = Engine(SilentBehind(), config, EngineConfig(mode=mode))
+        plain = Engine(SilentBehind(), config, EngineConfig())
     request = ask("a", [3, 1, 4, 1, 5], 40)
     assert served(drafted, [request]) == served(plain, [request])
     assert drafted.stats().drafts == {"rounds": 5, "drafted": 34, "accepted": 34}

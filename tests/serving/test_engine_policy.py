@@ -1,7 +1,6 @@
 """An endless request beside short ones: each gets what a Runtime with its policy gives it alone."""
 
 import functools
-import itertools
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from kvrt.options.engine import EngineConfig
 from kvrt.options.serving import Rules
 from kvrt.policies import AttentionSinks, ContextShift
 from kvrt.serving.engine import Engine
-from tests.marks import full, slow
 from tests.numpy_device.device import compiled
 from tests.serving.engines import MODELS, N_BATCH, N_ROWS, B, ask, drawn, served
 
@@ -27,15 +25,11 @@ POLICIES = {
 }
 
 
-SOME = [  # one a policy, each with another rope and mode; the default suite has cells of the matrix
+KINDS = [  # one a policy, each with another rope and mode; the matrix has the pairs
     ("shift", "write", "cell"),
     ("sinks", "read", "paged"),
     ("discard", "write", "paged"),
     ("sinks by 6", "read", "cell"),
-]
-KINDS = [
-    slow(*kind) if kind in SOME else full(*kind)
-    for kind in itertools.product(POLICIES, ("write", "read"), ("cell", "paged"))
 ]
 
 
@@ -59,22 +53,22 @@ def serve(engine, asked):
 
 
 @functools.cache
-def shared(kind, mode, rope, n_ctx=120, type_k="f32", **rules):
+def shared(kind, mode, rope, n_ctx=120, **rules):
     rules = Rules(n_batch=N_BATCH, n_ctx_seq=N_CTX, **rules)
     sizes = dict(n_ctx=n_ctx, n_seq_max=N_ROWS, block_size=B, n_ubatch=N_BATCH)
-    config = CacheConfig(**sizes, rope=rope, type_k=type_k)
+    config = CacheConfig(**sizes, rope=rope)
     return Engine(MODELS[kind](), config, EngineConfig(mode=mode, rules=rules))
 
 
 @functools.cache
-def oracle(kind, rope, policy, type_k="f32"):
+def oracle(kind, rope, policy):
     sizes = dict(n_ctx=N_CTX, block_size=8, n_ubatch=N_BATCH)
-    config = CacheConfig(**sizes, rope=rope, type_k=type_k)
+    config = CacheConfig(**sizes, rope=rope)
     return Runtime(MODELS[kind](), config, policy=policy)
 
 
-def alone(kind, rope, request, sample=0, type_k="f32"):
-    at = oracle(kind, rope, None if request.policy == "default" else request.policy, type_k)
+def alone(kind, rope, request, sample=0):
+    at = oracle(kind, rope, None if request.policy == "default" else request.policy)
     at.clear()
     n_before = len(at.stats().drops)
     at.append(request.tokens)
@@ -84,12 +78,12 @@ def alone(kind, rope, request, sample=0, type_k="f32"):
     return tokens, [(d.n_past, d.n_dropped) for d in at.stats().drops[n_before:]]
 
 
-def check(engine, kind, rope, asked, type_k="f32"):
+def check(engine, kind, rope, asked):
     tokens, drops = serve(engine, asked)
     for request in asked:
         for sample in range(request.n):
             key = request.id, sample
-            wanted = alone(kind, rope, request, sample, type_k)
+            wanted = alone(kind, rope, request, sample)
             assert (tokens[key], drops.get(key, [])) == wanted, key
     assert len(engine.space._free) == N_ROWS
     return drops
@@ -107,6 +101,7 @@ def mixed(rng, policy, n_predict=90, n=6):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "rope", "mode"), KINDS)
 def test_an_endless_request_beside_short_ones(mode, rope, name):
     rng = np.random.default_rng(1)
@@ -116,15 +111,7 @@ def test_an_endless_request_beside_short_ones(mode, rope, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rope", "mode"),
-    [
-        ("read", "paged"),
-        ("write", "paged"),
-        ("write", "cell"),
-        ("read", "cell"),
-    ],
-)
+@pytest.mark.parametrize(("rope", "mode"), [("read", "paged"), ("write", "cell")])
 def test_samples_of_one_prompt_drop_apart(mode, rope):
     """What they share is copied before it moves."""
     rng = np.random.default_rng(2)
@@ -138,10 +125,9 @@ def test_samples_of_one_prompt_drop_apart(mode, rope):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["cell", "paged"])
-def test_short_requests_are_preempted_and_the_endless_one_is_not(mode):
+def test_short_requests_are_preempted_and_the_endless_one_is_not():
     rng = np.random.default_rng(3)
-    engine = shared("full", mode, "write", n_ctx=64, admit="chunk")
+    engine = shared("full", "paged", "write", n_ctx=64, admit="chunk")
     asked = mixed(rng, POLICIES["sinks"], n=9)
     victims, preempt = [], engine._scheduler._requests.preempt
     engine._scheduler._requests.preempt = lambda s: (victims.append((s, s.n_dropped)), preempt(s))
@@ -184,15 +170,6 @@ def test_no_later_request_hits_what_was_moved(rope):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [full("cell"), "paged"])
-def test_quantized_keys_go_a_quarter_at_once(mode):
-    """A K-shift quantizes them again, in an engine as often as in a runtime."""
-    engine, rng = shared("full", mode, "write", type_k="int8"), np.random.default_rng(7)
-    drops = check(engine, "full", "write", mixed(rng, POLICIES["sinks"]), "int8")
-    assert {n for _, n in drops["endless", 0]} == {5}
-
-
-@pytest.mark.slow
 def test_windows_that_a_drop_leaves_whole():
     """A request has what a drop lets its window of 9 see again, whatever that leaves."""
     engine, rng = shared("window", "cell", "write"), np.random.default_rng(4)
@@ -223,13 +200,12 @@ def test_policies_are_refused_when_made():
 
 @compiled()
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["paged", full("cell")])
-def test_a_policy_costs_nothing_before_a_drop(mode):
+def test_a_policy_costs_nothing_before_a_drop():
     """The same plans and programs as without; `none` takes the default policy from a request."""
     made = []
     for policy in (None, POLICIES["sinks"]):
         sizes = dict(n_ctx=96, n_seq_max=N_ROWS, block_size=B, n_ubatch=N_BATCH)
-        options = EngineConfig(mode=mode, rules=Rules(n_batch=N_BATCH, n_ctx_seq=N_CTX))
+        options = EngineConfig(rules=Rules(n_batch=N_BATCH, n_ctx_seq=N_CTX))
         engine = Engine(MODELS["full"](), CacheConfig(**sizes), options, policy=policy)
         rng = np.random.default_rng(5)
         asked = [ask(i, x, 5) for i, x in enumerate(drawn(rng, 7, high=15))]

@@ -19,7 +19,7 @@ from kvrt.errors import (
 from kvrt.options.engine import EngineConfig
 from kvrt.options.serving import TierConfig
 from kvrt.serving.engine import Engine
-from tests.marks import full, slow
+from tests.marks import slow
 from tests.serving.engines import MODELS, N_BATCH, B, ask, make, one, run
 from tests.toys import ToyLm
 
@@ -79,11 +79,8 @@ def runtime_of(kind, **options):
     ("mode", "kind", "dtype", "rope"),
     [
         ("paged", "full", "f32", "write"),
-        full("paged", "full", "int8", "read"),
         ("paged", "window", "int8", "read"),
         ("paged", "recurrent", "f32", "write"),
-        full("paged", "states", "f32", "write"),
-        full("cell", "full", "f32", "write"),
         ("cell", "window", "int8", "read"),
         ("cell", "recurrent", "f32", "write"),
     ],

@@ -11,7 +11,7 @@ from kvrt.options.engine import EngineConfig
 from kvrt.options.serving import Rules
 from kvrt.policies import AttentionSinks, ContextShift
 from kvrt.serving.engine import Engine
-from tests.marks import full, slow
+from tests.marks import slow
 from tests.serving import test_engine_policy as plain
 from tests.serving.engines import MODELS, N_BATCH, N_ROWS, B, ask, drawn
 
@@ -27,18 +27,18 @@ POLICIES = {
 
 
 @functools.cache
-def paged(kind, rope, type_k="f32"):
+def paged(kind, rope):
     rules = Rules(n_batch=N_BATCH, n_ctx_seq=N_CTX)
     sizes = dict(n_ctx=120, n_seq_max=N_ROWS, block_size=B, n_ubatch=N_BATCH)
-    config = CacheConfig(**sizes, rope=rope, type_k=type_k)
+    config = CacheConfig(**sizes, rope=rope)
     return Engine(MODELS[kind](), config, EngineConfig(rules=rules))
 
 
 @functools.cache
-def runtime(kind, rope, policy, type_k="f32"):
+def runtime(kind, rope, policy):
     # Without windows that roll, so that a layer of windows alone drops as well.
     sizes = dict(n_ctx=N_CTX, block_size=8, n_ubatch=N_BATCH, swa_full=True)
-    config = CacheConfig(**sizes, rope=rope, type_k=type_k)
+    config = CacheConfig(**sizes, rope=rope)
     return Runtime(MODELS[kind](), config, policy=policy)
 
 
@@ -51,14 +51,8 @@ def oracle(monkeypatch):
     ("kind", "rope", "name"),
     [
         slow("ropes", "write", "shift"),
-        full("window", "read", "short"),
-        full("window", "write", "sinks"),
-        full("chunked", "write", "short"),
         slow("chunked", "read", "shift"),
-        full("sinks", "write", "shift"),
         slow("sinks", "read", "sinks"),
-        full("rolling", "write", "shift"),
-        full("ropes", "read", "sinks"),
     ],
 )
 def test_an_endless_request_beside_short_ones(oracle, kind, rope, name):
@@ -68,14 +62,6 @@ def test_an_endless_request_beside_short_ones(oracle, kind, rope, name):
     drops = plain.check(engine, kind, rope, asked)
     assert len(drops["endless", 0]) > 1 and len(drops["long", 0]) > 2
     assert all(p.n_free == p.n_blocks - 1 for p in engine.space.pools)
-
-
-@pytest.mark.slow
-@pytest.mark.full
-def test_quantized_keys_of_windows_and_of_all(oracle):
-    engine, rng = paged("ropes", "write", "int8"), np.random.default_rng(7)
-    asked = plain.mixed(rng, POLICIES["sinks"], n=3)
-    plain.check(engine, "ropes", "write", asked, "int8")
 
 
 @pytest.mark.slow

@@ -7,15 +7,13 @@ from kvrt import After, Sampling, SelfExtend
 from kvrt.errors import BadRequest, CacheFull
 from kvrt.options.serving import Rules
 from kvrt.policies import AttentionSinks, ContextShift
-from tests.marks import first_fast, in_turn
-from tests.serving.engines import KINDS, N_BATCH, N_ROWS, ask, make, runtime
+from tests.serving.engines import N_BATCH, N_ROWS, ask, make, runtime
 from tests.serving.soundspace import assert_sound
 
 pytestmark = pytest.mark.usefixtures("numpy_device")
 
 WARM, OTHER = Sampling(temp=0.9, top_k=8, seed=7), Sampling(temp=0.8, seed=21)
 PENALTY = Sampling(repeat_penalty=1.5, repeat_last_n=5)
-MODES = ("cell", "paged")
 
 
 def wanted(kind, request, n, sampling, *, n_ctx=128, extend=None):
@@ -67,18 +65,18 @@ def check_fork(engine, kind, request, n, sampling, **oracle):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_a_fork_goes_its_own_way_and_its_source_as_before(mode):
+def test_a_fork_goes_its_own_way_and_its_source_as_before():
     """In the middle of a block, and where one ends."""
-    engine = make("full", mode)
+    engine = make()
     for n in (1, 4):
         request = ask("a", prompt(9), 12, sampling=WARM)
         assert check_fork(engine, "full", request, n, OTHER) == 9 + n - 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "mode"), in_turn(KINDS, MODES))
-def test_forks_of_all_kinds_of_layers(kind, mode):
+@pytest.mark.parametrize(("kind", "mode"), [("full", "cell"), ("recurrent", "paged")])
+def test_forks_are_sampled_otherwise(kind, mode):
+    """The matrix has forks of every kind of layers, in both modes."""
     engine = make(kind, mode)
     for n, n_prompt, sampling in ((1, 7, PENALTY), (6, 30, Sampling())):
         request = ask("a", prompt(n_prompt), 10, sampling=WARM)
@@ -96,9 +94,7 @@ def test_forks_of_all_kinds_of_layers(kind, mode):
     ("policy", "mode", "n", "rope"),
     [
         (ContextShift(n_keep=3), "cell", 45, "write"),
-        (AttentionSinks(n_sink=5, n_window=19), "paged", 45, "read"),
-        (ContextShift(n_keep=6), "paged", 2, "write"),
-        (AttentionSinks(n_sink=6, n_window=19), "cell", 2, "read"),
+        (AttentionSinks(n_sink=6, n_window=19), "paged", 2, "read"),
     ],
 )
 def test_a_fork_of_what_a_policy_dropped_from_drops_by_itself(policy, mode, n, rope):
@@ -122,9 +118,8 @@ def test_a_fork_of_what_self_extend_moved_moves_by_itself(kind, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_a_fork_before_its_source_runs_waits_and_is_computed(mode):
-    engine, got = make("full", mode), {}
+def test_a_fork_before_its_source_runs_waits_and_is_computed():
+    engine, got = make(), {}
     request = ask("a", prompt(40), 5, sampling=WARM)
     engine.add_request(request)
     assert engine.fork("a", "waits", sampling=OTHER) == 0
@@ -136,9 +131,8 @@ def test_a_fork_before_its_source_runs_waits_and_is_computed(mode):
     assert got["waits", 0] == got["within", 0] == other
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_fork_without_a_free_sequence_waits_and_sees_the_same(mode):
-    engine, got = make("full", mode), {}
+def test_a_fork_without_a_free_sequence_waits_and_sees_the_same():
+    engine, got = make(), {}
     for i in range(N_ROWS - 1):
         engine.add_request(ask(i, prompt(5, i + 3), 30))
     request = ask("a", prompt(9), 12, sampling=WARM)
@@ -149,10 +143,9 @@ def test_a_fork_without_a_free_sequence_waits_and_sees_the_same(mode):
     assert got["b", 0] == wanted("full", request, 5, OTHER)[5:]
 
 
-@pytest.mark.parametrize("mode", first_fast(MODES))
-def test_forks_are_preempted_and_cancelled_as_others_are(mode):
+def test_forks_are_preempted_and_cancelled_as_others_are():
     rules = Rules(n_batch=N_BATCH, admit="chunk")
-    engine, got = make("full", mode, rules=rules, n_ctx=64), {}
+    engine, got = make("full", rules=rules, n_ctx=64), {}
     request = ask("a", prompt(9), 30, sampling=WARM)
     engine.add_request(request)
     until(engine, got, 5)
@@ -186,10 +179,9 @@ def test_what_cannot_be_forked_is_said_in_one_line():
     assert not engine.has_work
 
 
-@pytest.mark.parametrize("mode", first_fast(MODES))
-def test_a_fork_that_cannot_be_computed_again_needs_room_at_once(mode):
+def test_a_fork_that_cannot_be_computed_again_needs_room_at_once():
     rules = Rules(n_batch=N_BATCH, n_ctx_seq=40)
-    engine, got = make("full", mode, rules=rules, n_ctx=64), {}
+    engine, got = make("full", rules=rules, n_ctx=64), {}
     request = ask("a", prompt(11), 80, policy=ContextShift(n_keep=3))
     engine.add_request(request)
     until(engine, got, 45)

@@ -95,9 +95,8 @@ def test_what_is_pinned_is_room_that_others_do_not_have(mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_a_running_request_is_pinned_as_far_as_it_has_come(mode):
-    engine, text = make("full", mode), prompt(18)
+def test_a_running_request_is_pinned_as_far_as_it_has_come():
+    engine, text = make(), prompt(18)
     engine.add_request(ask("a", text, 30, salt=b"mine"))
     for _ in range(4):
         engine.step()
@@ -122,9 +121,8 @@ def test_a_prefix_that_a_tier_has_is_loaded_and_pinned():
     engine.close()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_what_cannot_be_pinned_is_said_in_one_line(mode):
-    engine, text = make("full", mode), prompt(24)
+def test_what_cannot_be_pinned_is_said_in_one_line():
+    engine, text = make(), prompt(24)
     nothing = "the prefix cache has nothing of these 24 tokens to pin: they were not computed here"
     with pytest.raises(UsageError, match=nothing):
         engine.pin(text)
@@ -138,14 +136,13 @@ def test_what_cannot_be_pinned_is_said_in_one_line(mode):
     engine.unpin(pin)
     with pytest.raises(UsageError, match="a prefix of 24 tokens is not pinned here; it was unpinn"):
         engine.unpin(pin)
-    engine = make("full", mode, prefix_cache=False)
+    engine = make("full", prefix_cache=False)
     with pytest.raises(BadConfig, match="of the prefix cache, and there is none; set prefix_cache"):
         engine.pin(text)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_pin_takes_no_room_that_is_reserved(mode):
-    engine, text = make("full", mode, n_ctx=80), prompt(24)
+def test_a_pin_takes_no_room_that_is_reserved():
+    engine, text = make("full", n_ctx=80), prompt(24)
     serve(engine, ask("a", text, 1))
     engine.add_request(ask("b", prompt(5, 1), 70, reserve=74))
     engine.step()

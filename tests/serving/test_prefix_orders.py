@@ -146,8 +146,7 @@ def test_what_is_sampled_does_not_depend_on_the_order(order):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["paged", "cell"])
-def test_an_engine_gives_the_same_in_every_order(mode):
+def test_an_engine_gives_the_same_in_every_order():
     rng = np.random.default_rng(5)
     heads = [rng.integers(0, 32, n).tolist() for n in (12, 21)]
     asked = [
@@ -160,17 +159,17 @@ def test_an_engine_gives_the_same_in_every_order(mode):
     for order in ORDERS:
         for by_prefix in (False, True) if order == "fcfs" else (False,):
             rules = Rules(n_batch=16, order=order, by_prefix=by_prefix, n_alike=4)
-            engine = engines.make(mode=mode, rules=rules, n_ctx=128, n_ubatch=16)
+            engine = engines.make(rules=rules, n_ctx=128, n_ubatch=16)
             found.append(engines.served(engine, asked))
             assert engine.stats().prefix["hit"] > 0
     assert all(tokens == found[0] for tokens in found)
 
 
-N_DOCS, N_QUESTIONS, N_DOC, N_QUESTION = 40, 8, 64, 3
+N_DOCS, N_QUESTIONS, N_DOC, N_QUESTION = 15, 8, 64, 3
 
 
 def questions():
-    """40 documents with 8 questions each, shuffled; questions of a document share nothing."""
+    """15 documents with 8 questions each, shuffled; questions of a document share nothing."""
     rng = np.random.default_rng(6)
     docs = rng.integers(0, 32, (N_DOCS, N_DOC)).tolist()
     asked = [
@@ -182,21 +181,20 @@ def questions():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["paged", pytest.param("cell", marks=pytest.mark.full)])
-def test_documents_with_questions_in_a_pool_of_three(mode):
+def test_documents_with_questions_in_a_pool_of_three():
     """Tokens computed for prompts over the ideal: each edge of the tree of all prompts once."""
     asked, outputs, ratio = questions(), {}, {}
     ideal = len({r.tokens[:n] for r in asked for n in range(1, len(r.tokens) + 1)})
-    for order in ("fcfs", "batchllm", *(("dfs",) if mode == "paged" else ())):
+    for order in ("fcfs", "batchllm", "dfs"):
         rules = Rules(n_batch=64, order=order)
         options = dict(n_ctx=3 * N_DOC, n_ubatch=64, block_size=4)
-        engine = engines.make(mode=mode, rules=rules, **options)
+        engine = engines.make(rules=rules, **options)
         outputs[order] = engines.served(engine, asked)
         stats = engine.stats()
         n_hit = stats.prefix["hit"] + stats.prefix["hit_again"]
         n_asked = stats.prefix["asked"] + stats.prefix["asked_again"]
         ratio[order] = (n_asked - n_hit) / ideal
-        print(f"{mode} {order} {ratio[order]:.3f}")
+        print(f"{order} {ratio[order]:.3f}")
         assert not stats.sequences["preempted"] or order == "fcfs"
     assert all(found == outputs["fcfs"] for found in outputs.values())
     assert ratio.pop("fcfs") >= 1.5

@@ -122,8 +122,7 @@ def test_it_is_read_again_where_it_was_evicted(mode):
     assert len(n_read) >= len(suffixes)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_what_cannot_be_read_ends_the_request_alone(mode):
+def test_what_cannot_be_read_ends_the_request_alone():
     def damaged():
         raise BadSession("a.kv: block 3 is damaged")
 
@@ -133,7 +132,9 @@ def test_what_cannot_be_read_ends_the_request_alone(mode):
         at.append(HELD[:9])
         return at.snapshot()
 
-    out, ends = serve(engine(mode), ask("bad", read=damaged), ask("short", read=short), ask("ok"))
+    out, ends = serve(
+        engine("paged"), ask("bad", read=damaged), ask("short", read=short), ask("ok")
+    )
     assert ends["bad", 0].error == (
         "request 'bad': its private prefix cannot be used: a.kv: block 3 is damaged"
     )

@@ -7,12 +7,10 @@ from kvrt import Sampling
 from kvrt.errors import BadRequest
 from kvrt.options.serving import Rules
 from kvrt.policies import AttentionSinks, ContextShift
-from tests.marks import first_fast
 from tests.serving.engines import N_BATCH, N_ROWS, alone, ask, make, served
 
 pytestmark = pytest.mark.usefixtures("numpy_device")
 
-MODES = ("cell", "paged")
 WARM = Sampling(temp=0.9, top_k=8, seed=7)
 
 
@@ -76,17 +74,15 @@ def test_what_is_reserved_is_not_preempted(mode, order):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_beyond_what_it_reserved_a_request_is_preempted_as_others(mode):
+def test_beyond_what_it_reserved_a_request_is_preempted_as_others():
     rules = Rules(n_batch=N_BATCH, admit="chunk")
     asked = [ask(i, prompt(9, i), 20, sampling=WARM, reserve=12) for i in range(4)]
-    assert preempted(make("full", mode, rules=rules, n_ctx=80), asked)
+    assert preempted(make("full", rules=rules, n_ctx=80), asked)
 
 
-@pytest.mark.parametrize("mode", first_fast(MODES))
-def test_a_reservation_is_kept_before_it_is_used(mode):
+def test_a_reservation_is_kept_before_it_is_used():
     """A short prompt that reserves nearly all: the next request waits for its end."""
-    engine = make("full", mode, n_ctx=80)
+    engine = make("full", n_ctx=80)
     engine.add_request(ask("a", prompt(5), 40, reserve=60))
     engine.step()
     engine.add_request(ask("b", prompt(62, 1), 3))
@@ -101,9 +97,8 @@ def test_a_reservation_is_kept_before_it_is_used(mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_forks_and_samples_reserve_for_themselves(mode):
-    engine = make("full", mode, n_ctx=96)
+def test_forks_and_samples_reserve_for_themselves():
+    engine = make("full", n_ctx=96)
     request = ask("a", prompt(9), 20, sampling=WARM, n=3, reserve=28)
     got = {}
     engine.add_request(request)
@@ -131,9 +126,8 @@ def test_what_contradicts_itself_is_refused_in_one_line(told, said):
         ask("a", [1, 2], **told)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_quota_that_cannot_be_met_is_refused_in_one_line(mode):
-    engine = make("full", mode, n_ctx=64)
+def test_a_quota_that_cannot_be_met_is_refused_in_one_line():
+    engine = make("full", n_ctx=64)
     for told, said in (
         ({"quota": 20}, "need room for 28 tokens, its quota is 20; shorten it, or give it a pol"),
         (

@@ -145,25 +145,22 @@ def less(before, after, name):
     return {k: b[k] - a[k] for k in b} if isinstance(b, dict) else b - a
 
 
-@pytest.mark.parametrize("mode", ["paged", "cell"])
 @given(history=HISTORIES)
 @settings(max_examples=8, deadline=None)
-def test_random_stops_give_the_same(mode, history):
-    compare("full", mode, history)
+def test_random_stops_give_the_same(history):
+    compare("full", "paged", history)
 
 
-@pytest.mark.parametrize("mode", ["paged", "cell"])
 @given(asked=st.lists(REQUEST, min_size=1, max_size=2), n=st.integers(1, 20))
 @settings(max_examples=8, deadline=None)
-def test_all_that_is_counted_is_the_same_of_requests_that_come_together(mode, asked, n):
-    compare("full", mode, [(asked, n), (CANCEL, 1)], ALL)
+def test_all_that_is_counted_is_the_same_of_requests_that_come_together(asked, n):
+    compare("full", "cell", [(asked, n), (CANCEL, 1)], ALL)
 
 
-@pytest.mark.parametrize(("kind", "mode"), [("window", "paged"), ("window", "cell")])
 @given(history=HISTORIES)
 @settings(max_examples=3, deadline=None)
-def test_random_stops_give_the_same_with_windows(kind, mode, history):
-    compare(kind, mode, history)
+def test_random_stops_give_the_same_with_windows(history):
+    compare("window", "paged", history)
 
 
 def test_what_runs_ahead_and_what_does_not():
@@ -186,9 +183,8 @@ def test_what_runs_ahead_and_what_does_not():
         assert n_ahead("recurrent", mode, {}) == (0, 12)
 
 
-@pytest.mark.parametrize("mode", ["paged", "cell"])
-def test_a_step_that_cannot_be_launched_leaves_the_one_before_it_to_be_read(mode, monkeypatch):
-    engine, read = shared("full", mode)
+def test_a_step_that_cannot_be_launched_leaves_the_one_before_it_to_be_read(monkeypatch):
+    engine, read = shared("full", "paged")
     request = ask("a", [7, 8, 9], 9)
     wanted = [t for out in engine.generate(request) for t in out.tokens]
     read.add_request(request)
@@ -209,11 +205,10 @@ def test_a_step_that_cannot_be_launched_leaves_the_one_before_it_to_be_read(mode
         read.step()
 
 
-@pytest.mark.parametrize("mode", ["paged", "cell"])
-def test_one_whose_logits_are_damaged_in_mid_run_ends_alone(mode):
+def test_one_whose_logits_are_damaged_in_mid_run_ends_alone():
     def served(run_ahead, model, asked):
         config = CacheConfig(n_ctx=128, n_seq_max=4, block_size=B, n_ubatch=N_BATCH)
-        engine = Engine(model, config, EngineConfig(mode=mode, run_ahead=run_ahead))
+        engine = Engine(model, config, EngineConfig(run_ahead=run_ahead))
         for request in asked:
             engine.add_request(request)
         outputs = []
@@ -236,10 +231,9 @@ def test_one_whose_logits_are_damaged_in_mid_run_ends_alone(mode):
     assert [t for out in ahead[0] if out.id == "good" for t in out.tokens] == sampled["good"]
 
 
-@pytest.mark.parametrize("mode", ["paged", "cell"])
-def test_a_fork_and_a_session_have_what_was_reported_and_no_more(mode):
+def test_a_fork_and_a_session_have_what_was_reported_and_no_more():
     found = []
-    for engine in shared("full", mode):
+    for engine in shared("full", "paged"):
         salt = b"forked"
         engine.add_request(ask("a", [7, 8, 9, 1, 2], 30, salt=salt))
         tokens = {"a": [t for _ in range(10) for out in engine.step() for t in out.tokens], "b": []}

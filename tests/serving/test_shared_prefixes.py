@@ -40,19 +40,10 @@ def history(engine):
     return found, reads
 
 
-@pytest.mark.parametrize(
-    ("kind", "mode"),
-    [
-        pytest.param("full", "paged", marks=pytest.mark.slow),
-        pytest.param("full", "cell", marks=pytest.mark.slow),
-        pytest.param("window", "paged", marks=pytest.mark.full),
-        pytest.param("window", "cell", marks=pytest.mark.full),
-        pytest.param("recurrent", "paged", marks=pytest.mark.full),
-    ],
-)
-def test_outputs_are_those_without(kind, mode):
-    (tokens, logits), none = history(make(kind, mode))
-    (found, others), reads = history(sharing(kind, mode))
+@pytest.mark.slow
+def test_outputs_are_those_without():
+    (tokens, logits), none = history(make())
+    (found, others), reads = history(sharing("full", "paged"))
     assert found == tokens and not none
     for key, x in logits.items():
         np.testing.assert_allclose(others[key], x, atol=5e-5)
@@ -84,12 +75,11 @@ def searched(engine, asked):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["paged", "cell"])
-def test_beams_share_their_prompt_and_what_they_go_on_from(mode):
+def test_beams_share_their_prompt_and_what_they_go_on_from():
     """Two searches of one system prompt: texts and scores are those without."""
     told = dict(n_predict=9, num_beams=2, n=2, stop_ids=(3, 9, 17))
     asked = [ask(i, [*SYSTEM, *tail], **told) for i, tail in enumerate(([1, 2], [1, 4, 5]))]
-    plain, engine = make("full", mode), sharing("full", mode)
+    plain, engine = make(), sharing("full", "paged")
     wanted, found = searched(plain, asked), searched(engine, asked)
     assert len(found) == 4 and engine.stats().sequences["forked"] >= 2
     for key, (tokens, reason, score) in wanted.items():

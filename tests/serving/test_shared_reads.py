@@ -9,9 +9,8 @@ OPTIMISED = False  # toys: what is compiled runs a few times
 N_SHARED = 4 * B
 
 
-@pytest.mark.parametrize("mode", ["paged", "cell"])
-def test_prompts_of_one_step_list_a_common_prefix_once(mode, monkeypatch):
-    engine = make("full", mode)
+def test_prompts_of_one_step_list_a_common_prefix_once(monkeypatch):
+    engine = make()
     shared = list(range(N_SHARED))
     served(engine, [ask("first", [*shared, 1], n_predict=1)])
     listed, place = [], engine.space.place

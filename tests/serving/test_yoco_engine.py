@@ -7,8 +7,6 @@ tables of their own, beside those of prompts that end in it.
 import numpy as np
 import pytest
 
-from kvrt.drafts.drafter import Speculation
-from kvrt.drafts.prompt_lookup import PromptLookup
 from kvrt.serving.request import Request
 from tests.serving import engines
 from tests.yocotoy import HALF, Dense
@@ -44,25 +42,13 @@ def checked(engine, asked, late=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["paged", "cell"])
-def test_requests_and_hits_are_those_of_a_dense_model(mode):
+def test_requests_and_hits_are_those_of_a_dense_model():
     """One decodes while another's prompt is read; a third finds blocks of both kinds."""
-    engine = engines.make("yoco", mode)
+    engine = engines.make("yoco")
     texts, n_cached = checked(engine, {"a": PROMPT}, late={"b": OTHER})
     assert not any(n_cached.values())
     _, n_cached = checked(engine, {"c": (*texts["a"][:-1], 9, 9, 9)})
     assert n_cached["c"] >= 20
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["paged", "cell"])
-def test_drafts_change_nothing(mode):
-    """Drafts, of which most are refused, beside prompts: every token is the dense model's."""
-    speculation = Speculation(drafter=PromptLookup(), n_draft=3)
-    engine = engines.make("yoco", mode, speculation=speculation)
-    texts, _ = checked(engine, {"a": (*PROMPT, *PROMPT[:9])}, late={"b": OTHER})
-    assert [len(texts[x]) for x in "ab"] == [len(PROMPT) + 9 + 4, len(OTHER) + 4]
-    assert engine.stats().drafts
 
 
 def test_blocks_are_of_half_the_layers_and_one():

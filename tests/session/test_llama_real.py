@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from kvrt import CacheConfig, Runtime
-from kvrt.session.interop import llama
 from kvrt_models.load import load
+from tests.peer import slots
+from tests.test_golden import difference
 
 pytestmark = pytest.mark.model
 
@@ -25,33 +26,15 @@ def real(request):
     return request.param, model, Runtime(model.decoder, config)
 
 
-def read(path, model, runtime):
-    return llama.read(
-        path,
-        runtime.fingerprint,
-        model.spec.groups,
-        arch=model.spec.arch,
-        n_vocab=runtime.n_vocab,
-    )
-
-
-def difference(logits, golden):
-    """The largest difference over the 64 best, the 256 fixed ids and the log-sum-exp."""
-    logits = np.asarray(logits)
-    best = np.abs(logits[golden["logits.top_ids"][0]] - golden["logits.top"][0])
-    probe = np.abs(logits[golden["logits.probe_ids"]] - golden["logits.probe"][0])
-    lse = np.abs(np.logaddexp.reduce(logits.astype(np.float64)) - golden["logits.lse"][0])
-    return float(max(best.max(), probe.max(), lse))
-
-
 @pytest.mark.parametrize("kind", ["session", "seq"])
 def test_a_file_of_llama_cpp_goes_on(real, kind):
     name, model, runtime = real
     with np.load(GOLDEN / name / "session.npz") as data:
         golden = dict(data)
-    runtime.restore(read(GOLDEN / name / f"{kind}.bin", model, runtime))
+    slots.restored(runtime, model, GOLDEN / name / f"{kind}.bin")
     assert runtime.token_history(0)[1].tolist() == golden["tokens"][:20].tolist()
-    worst = difference(runtime.prefill(golden["tokens"][20:].tolist()), golden)
+    logits = runtime.prefill(golden["tokens"][20:].tolist())
+    worst = difference(logits, golden, "logits")
     print(f"{name} {kind}: largest difference {worst:.1e}")
     assert worst < MODELS[name][1]
     assert [t.id for t in runtime.generate(16)] == golden["greedy"].tolist()
@@ -63,7 +46,7 @@ def test_rows_are_those_that_llama_cpp_computes(real):
     with np.load(GOLDEN / name / "session.npz") as data:
         runtime.prefill(data["tokens"][:20].tolist())
     found = runtime.snapshot()
-    expected = read(GOLDEN / name / "session.bin", model, runtime)
+    expected = slots.read(runtime, model, GOLDEN / name / "session.bin")
     for a, b in zip(found.groups, expected.groups, strict=True):
         for which in ("k", "v"):
             x, y = (np.asarray(getattr(p.blocks[0], which), np.float32) for p in (a, b))

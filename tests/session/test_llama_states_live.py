@@ -9,6 +9,7 @@ from kvrt import CacheConfig, Runtime
 from kvrt.session.interop import llama
 from kvrt_models.load import load
 from tests.peer import server, slots, tiny_gguf, tiny_recurrent
+from tests.peer.slots import assert_same_text, followed
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 OPTIMISED = False
@@ -42,13 +43,7 @@ def runtime_of(model, rope="write"):
 
 def check(runtime, logits, expected, limit):
     """Of the next token, and of those after each of its tokens but the last."""
-    found = [logits] + [runtime.decode({0: int(t)})[0] for t in expected.tokens[:-1]]
-    found = np.asarray(found, np.float64)
-    found -= np.logaddexp.reduce(found, axis=1)[:, None]
-    worst = float(np.abs(found - expected.log_probs).max())
-    print(f"largest difference {worst:.1e}")
-    assert worst < limit
-    assert found.argmax(axis=1).tolist() == expected.tokens.tolist()
+    assert_same_text([logits, *followed(runtime, expected)], expected, limit)
 
 
 def saved(runtime, model, path, **options):
@@ -78,10 +73,10 @@ def recurrent(request, tmp_path_factory):
     return tiny_recurrent.write_gguf(path, model), load(path)
 
 
-@pytest.mark.parametrize("rope", ["write", "read"])
-def test_llama_cpp_goes_on_with_states(recurrent, tmp_path, rope):
+def test_llama_cpp_goes_on_with_states(recurrent, tmp_path):
+    """Of Bamba, which alone rotates keys, they are unrotated here."""
     path, model = recurrent
-    runtime = runtime_of(model, rope)
+    runtime = runtime_of(model, "read" if any(g.rope for g in model.spec.groups) else "write")
     runtime.prefill(PROMPT[:-1])
     n_bytes = saved(runtime, model, tmp_path / "slot.bin")
     expected = continued(path, tmp_path, runtime.n_vocab, n_bytes)
