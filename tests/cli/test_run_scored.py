@@ -1,12 +1,17 @@
 """`kvrt run` and `kvrt batch` with a policy by score: budgets, sessions, and refusals."""
 
+import json
 import signal
 
 import pytest
+from test_mistakes import fails
 
+from kvrt import CacheConfig, Runtime
 from kvrt.cli.flags import parse
 from kvrt.cli.process.interrupt import Interrupt, Interrupted
 from kvrt.cli.setup import config
+from kvrt.policies.scored import KVzip, SnapKV
+from kvrt.runtime.compress import REPEAT, compress_prompt
 from kvrt_models import load
 
 # Of 64 cells, 24. What copies slots is compiled for their number, so that most tests have as many.
@@ -186,3 +191,38 @@ def test_ctrl_c_ends_a_compression_and_leaves_no_session(go, long_prompt, tmp_pa
     done = go(*flags, prompt=False)
     assert done.code == 130 and done.out == b"" and len(n_asked) == 3, done.err
     assert not path.exists() and "0 of 60 tokens" in done.err, done.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "n"), [("cell", 59), ("paged", 56)])
+@pytest.mark.parametrize("name", ["snapkv", "kvzip"])
+def test_prompts_of_a_batch_are_compressed_once(kvrt, tiny, tmp_path, name, mode, n):
+    """All but its last token, in blocks whole blocks of it; a short prompt fits the slots."""
+    ids = [[1 + (i * i + k) % 90 for i in range(m)] for k, m in enumerate((60, 20))]
+    lines = [{"id": str(i), "tokens": x, "n_predict": 8, "temp": 0} for i, x in enumerate(ids)]
+    asks, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    asks.write_text("".join(json.dumps({"ignore_eos": True, **x}) + "\n" for x in lines))
+    flags = ["batch", "-m", tiny, "-i", asks, "-o", out, "-c", 256, "--dtype", "f32"]
+    flags += ["--mode", mode, "--block_size", 8, "--policy", name, *MORE]
+    done = kvrt(*flags, *(["--compress"] if name == "snapkv" else []))
+    assert done.code == 0, done.err
+    found = sorted(map(json.loads, out.read_text().splitlines()), key=lambda x: x["id"])
+    model = load.load(tiny, dtype="f32")
+    policy = {"snapkv": SnapKV, "kvzip": KVzip}[name](budget=40, interval=8)
+    ask = model.tokenizer.encode(REPEAT, add_special=False) if name == "kvzip" else []
+    n_evaluated = n + (name == "kvzip") * (n + len(ask))
+    for text, record, n_once in zip(ids, found, (n, 0), strict=True):
+        config = CacheConfig(n_ctx=256, type_k="f16", type_v="f16")
+        runtime = Runtime(model.decoder, config, policy=policy)
+        if n_once:
+            compress_prompt(runtime, text[:n_once], ask=ask)
+        runtime.append(text[n_once:])
+        assert record["tokens"] == [t.id for t in runtime.generate(8)]
+    (why,) = found[0]["approximations"]
+    assert why == {"by": name, "from_token": n} and "approximations" not in found[1]
+    said = f"compressed 1 prompt read whole, {n_evaluated:,} tokens evaluated for it"
+    assert said in done.err
+    if name == "snapkv":
+        fails(kvrt(*flags), 2, "results made with other flags")
+    fails(kvrt(*flags, "--compress", "--noprefix_cache"), 2, "the prefix cache of one process")
+    fails(kvrt(*flags[:-6], "--compress"), 2, "add --policy snapkv or another of them")

@@ -13,7 +13,7 @@ from kvrt.cli.batch.chunks import RequestChunks
 from kvrt.cli.batch.progress import passed_over
 from kvrt.cli.batch.requests import RequestEntry, Requests
 from kvrt.cli.batch.results import Results
-from kvrt.cli.batch.server import AnswerLimits, Server
+from kvrt.cli.batch.server import AnswerLimits, Compression, Server
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.cli.flags.session_files import BlendFlags
 from kvrt.cli.process import output, startup
@@ -114,6 +114,9 @@ class BatchRun:
         if _name_chunks(options, todo):
             self._chunks = RequestChunks(options, self._model, self._engine.config)
         self._programs = [x.programs for x in (self._engine, self._chunks) if x is not None]
+        self._compression = None
+        if options.compresses:
+            self._compression = Compression(self._engine, self._model.tokenizer)
         extend, n_trained = self._engine.config.self_extend, self._model.spec.n_ctx_train
         policy = policy_of_batch(options, self._model.spec)
         self._server = Server(
@@ -127,6 +130,7 @@ class BatchRun:
                 scored=policy if isinstance(policy, ScoredPolicy) else None,
             ),
             chunks=self._chunks,
+            compression=self._compression,
         )
 
     def run(self) -> int:
@@ -182,14 +186,16 @@ class BatchRun:
 
     def _step(self) -> None:
         """One step; counts what it took, and how full the fullest pool was."""
-        counts, programs = self._server.counts, self._programs
+        counts, programs, compression = self._server.counts, self._programs, self._compression
         compiled, start = sum(x.compile_s for x in programs), time.perf_counter()
+        compiled += compression.compile_s if compression else 0.0
         self._server.feed(self._todo)
         self._server.step()
         counts.compile_s = sum(x.compile_s for x in programs)
         counts.n_compiles = sum(x.n_compiles for x in programs)
         counts.n_from_disk = sum(x.n_from_disk for x in programs)
-        counts.seconds += time.perf_counter() - start - (counts.compile_s - compiled)
+        now = counts.compile_s + (compression.compile_s if compression else 0.0)
+        counts.seconds += time.perf_counter() - start - (now - compiled)
         counts.usage = max(counts.usage, self._engine.usage)
 
     def _tell(self, n_left: int) -> None:
@@ -208,6 +214,7 @@ class BatchRun:
                 f"KV dtype   {described(config.type_k, config.type_v)}",
             ]
             lines += self._chunks.said() if self._chunks else []
+            lines += [self._compression.said()] if self._compression else []
             if options.session_dir is not None:
                 lines.append(progress.from_sessions(stats, options.session_dir))
                 others = passed_over(Path(options.session_dir), self._engine.fingerprint)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections import deque
 from collections.abc import Sequence
 from typing import Literal, Protocol, runtime_checkable
@@ -17,6 +18,7 @@ from kvrt.cli.batch.results import Record, Results, failed, finished
 from kvrt.cli.flags.evaluate import random_seed
 from kvrt.cli.flags.groups import BY_POSITION
 from kvrt.cli.flags.serving import BatchOptions
+from kvrt.cli.report.phrases import counted
 from kvrt.cli.report.summary import (
     AnswerCounts,
     Approximation,
@@ -29,8 +31,12 @@ from kvrt.errors import BadRequest, KvrtError
 from kvrt.options.cache import CacheConfig
 from kvrt.options.sampling import RANDOM
 from kvrt.policies import Policy, ScoredPolicy
+from kvrt.runtime.compress import REPEAT, compressed_prefix
+from kvrt.serving.engine import Engine
 from kvrt.serving.outputs import Output
 from kvrt.serving.request import Request
+from kvrt.serving.sessions.private_prefix import PrivatePrefix
+from kvrt.session.snapshot import Snapshot
 from kvrt_models.tokenizer.encode import Tokenizer
 from kvrt_models.tokenizer.stream import TextStream
 
@@ -81,6 +87,47 @@ class Serves(Protocol):
         ...
 
 
+class Compression:
+    """Prompts that are read whole and compressed once, when their requests are admitted.
+
+    Attributes:
+      compile_s: seconds in which programs were compiled for it.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer):
+        """For an engine with a policy by score, whose weights may come later."""
+        policy = engine.programs.spec.layout.policy
+        assert policy is not None, "flags refuse others"
+        self._engine, self._n_least = engine, policy.budget + policy.interval
+        self._ask = tokenizer.encode(REPEAT, add_special=False) if policy.reads_whole else []
+        self._unit = engine.options.fine(engine.config) or engine.config.block_size
+        self._n = self._n_evaluated = 0
+        self.compile_s = 0.0
+
+    def of(self, request: Request) -> Request:
+        """A request whose prompt is compressed, but for its last token; in blocks, whole blocks."""
+        n = (len(request.tokens) - 1) // self._unit * self._unit
+        if request.private_prefix is not None or n < self._n_least:
+            return request
+        tokens = request.tokens[:n]
+        prefix = PrivatePrefix(tokens=tokens, read=functools.partial(self._read, tokens))
+        return dataclasses.replace(request, private_prefix=prefix)
+
+    def said(self) -> str:
+        """The line of the summary."""
+        return (
+            f"compressed {counted(self._n, 'prompt')} read whole, {self._n_evaluated:,} tokens "
+            f"evaluated for it; programs compiled in {self.compile_s:.2f} s, not counted above"
+        )
+
+    def _read(self, tokens: Sequence[int]) -> Snapshot:
+        snapshot, took = compressed_prefix(self._engine, tokens, ask=self._ask)
+        self._n += 1
+        self._n_evaluated += took.n_evaluated
+        self.compile_s += took.compile_s
+        return snapshot
+
+
 class Server:
     """Requests on their way through an engine, and their results.
 
@@ -97,6 +144,7 @@ class Server:
         *,
         limits: AnswerLimits,
         chunks: RequestChunks | None = None,
+        compression: Compression | None = None,
     ) -> None:
         """Nothing is asked yet.
 
@@ -107,11 +155,12 @@ class Server:
           results: where lines are written.
           limits: up to where answers are those of the whole text.
           chunks: blends those that lines name, where any does.
+          compression: of prompts; None reads them in parts.
         """
         self.counts = BatchCounts()
         self._engine, self._tokenizer = engine, tokenizer
         self._requests, self._results = requests, results
-        self._limits, self._chunks = limits, chunks
+        self._limits, self._chunks, self._compression = limits, chunks, compression
         self._live: dict[str, _Live] = {}
 
     @property
@@ -131,6 +180,7 @@ class Server:
             try:
                 begun = self._chunks.begin(asked.chunks) if self._chunks and asked.chunks else None
                 request = request_of(asked, self._tokenizer, begun)
+                request = self._compression.of(request) if self._compression else request
                 self._engine.add_request(request)
             except KvrtError as error:
                 self._write([failed(entry.id, str(error))])
@@ -273,8 +323,10 @@ class _Live:
                 n_dropped=sample.n_dropped,
                 states=limits.config.on_states == "keep",
             )
+        prefix = self.request.private_prefix if self._begun is None else None
         counts = AnswerCounts(
             n_prompt=n_prompt,
+            n_compressed=0 if prefix is None else len(prefix.tokens),
             n_computed=n_prompt + max(len(sample.tokens) - 1, 0),
             drop=drop,
             reused=self._begun.reused if self._begun else None,

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from kvrt.cli.flags.groups import (
-    BY_POSITION,
+    CompressFlags,
     MeshFlags,
     PlacementFlags,
     RunPolicyFlags,
@@ -34,7 +34,6 @@ _length = functools.partial(flag, "Length")
 _line = functools.partial(_length, decides=("always",))
 _sampling = functools.partial(flag, "Sampling")
 _output = functools.partial(flag, "Output")
-_context = functools.partial(flag, "Context", advanced=True)
 
 
 @flag_group
@@ -203,25 +202,12 @@ class EvalFlags(
 
 
 @flag_group
-class TextFlags(PlacementFlags, EvalFlags):
+class TextFlags(PlacementFlags, CompressFlags, EvalFlags):
     """The same, for commands that read a text into a cache of its own."""
 
-    compress: bool = _context(
-        False,
-        "with a --policy by score: read the prompt whole and let go of tokens once, behind it, as "
-        "SnapKV's paper does; kvzip always does, and has the prompt repeated",
-    )
-
     def check(self) -> None:
-        """Refuses blocks where positions move, and to compress without a policy by score."""
+        """Refuses blocks where positions move."""
         super().check()
-        if self.compress and self.policy_name in BY_POSITION:
-            raise UsageError("--compress chooses by scores; add --policy snapkv or another of them")
-        if (self.compress or self.policy == "kvzip") and self.mesh is not None:
-            raise UsageError(
-                "a prompt that is compressed at its end is held on one device meanwhile; leave out "
-                "--mesh, or take a policy by score without --compress"
-            )
         if self.blocks and (self.policy_name != "none" or self.extends):
             mover = "SelfExtend in the cache" if self.extends else f"a {self.policy_name} policy"
             remedy = "-gan" if self.extends else "it: --nocontext_shift"

@@ -227,6 +227,33 @@ class BatchPolicyFlags(KeepFlags):
 
 
 @flag_group
+class CompressFlags(KeepFlags):
+    """Whether a prompt is compressed once, for commands with a --mesh."""
+
+    compress: bool = _policy(
+        False,
+        "with a --policy by score: read the prompt whole and let go of tokens once, behind it, as "
+        "SnapKV's paper does; kvzip always does, and has the prompt repeated",
+    )
+
+    @property
+    def compresses(self) -> bool:
+        """Whether prompts are read whole and compressed once."""
+        return self.compress or self.policy_name == "kvzip"
+
+    def check(self) -> None:
+        """Refuses to compress without a policy by score, and on a mesh."""
+        super().check()
+        if self.compress and self.policy_name in BY_POSITION:
+            raise UsageError("--compress chooses by scores; add --policy snapkv or another of them")
+        if self.compresses and self.mesh is not None:
+            raise UsageError(
+                "a prompt that is compressed at its end is held on one device meanwhile; leave out "
+                "--mesh, or take a policy by score without --compress"
+            )
+
+
+@flag_group
 class WindowFlags(Options):
     """What windowed layers see beside their window."""
 

@@ -6,7 +6,13 @@ from typing import Annotated
 from msgspec import Meta
 
 from kvrt.cli.flags.evaluate import DraftFlags, LengthFlags, ModelFlags, SamplingFlags
-from kvrt.cli.flags.groups import BatchPolicyFlags, MeshFlags, SelectFlags, WindowFlags
+from kvrt.cli.flags.groups import (
+    BatchPolicyFlags,
+    CompressFlags,
+    MeshFlags,
+    SelectFlags,
+    WindowFlags,
+)
 from kvrt.cli.flags.session_files import BlendFlags, JsonFlags, QuietFlags
 from kvrt.config import MAX_SEQUENCES
 from kvrt.errors import UsageError
@@ -205,6 +211,7 @@ class BatchFiles(Options):
 @flag_group
 class BatchOptions(
     QuietFlags,
+    CompressFlags,
     MeshFlags,
     BlendFlags,
     TierFlags,
@@ -265,6 +272,12 @@ class BatchOptions(
             raise UsageError("-i and -o are files with --coordinator: each process reads -i")
         if self.coordinator is not None and self.seed == RANDOM:
             raise UsageError("--seed -1 is another one in each process of --coordinator; give it")
+        if self.compresses and (self.coordinator is not None or not self.prefix_cache):
+            raise UsageError(
+                "a prompt that is compressed once goes into the prefix cache of one process; leave "
+                "out --coordinator and --noprefix_cache, or take a policy by score that reads "
+                "prompts in parts"
+            )
         if self.budget is not None and "n_ctx" in self.given:
             raise UsageError("--budget and -c both say how large the cache is; leave one out")
         if self.session_dir is not None and not self.prefix_cache:
