@@ -59,7 +59,7 @@ def by_turns(tokenizer, answers, system=None):
     texts = [turns.text_of(ids, tokenizer)]
     for answer, message in zip(answers, messages[1:], strict=True):
         held = [*ids, *tokenizer.encode(answer, add_special=False)]
-        so_far = turns.Conversation(ids=held, newest=tokenizer.eos_id, name="a.kv")
+        so_far = turns.HeldText(ids=held, newest=tokenizer.eos_id, name="a.kv")
         turn = turns.next_turn(so_far, message, system, tokenizer)
         assert turn.ids[: turn.n_kept] == held[: turn.n_kept]
         ids = turn.ids
