@@ -110,13 +110,13 @@ class BatchRun:
         self._weights = _weights(options)
         self._model = open_with_status(options, self._weights.dtype, quiet=options.quiet)
         self._engine, self._drafter = _open_engine(options, self._model)
-        self._chunks = None
+        self._prefixes: RequestChunks | Compression | None = None
+        self._programs = [self._engine.programs]
         if _name_chunks(options, todo):
-            self._chunks = RequestChunks(options, self._model, self._engine.config)
-        self._programs = [x.programs for x in (self._engine, self._chunks) if x is not None]
-        self._compression = None
-        if options.compresses:
-            self._compression = Compression(self._engine, self._model.tokenizer)
+            self._prefixes = RequestChunks(options, self._model, self._engine.config)
+            self._programs.append(self._prefixes.programs)
+        elif options.compresses:
+            self._prefixes = Compression(self._engine, self._model.tokenizer)
         extend, n_trained = self._engine.config.self_extend, self._model.spec.n_ctx_train
         policy = policy_of_batch(options, self._model.spec)
         self._server = Server(
@@ -129,8 +129,7 @@ class BatchRun:
                 config=self._engine.config,
                 scored=policy if isinstance(policy, ScoredPolicy) else None,
             ),
-            chunks=self._chunks,
-            compression=self._compression,
+            prefixes=self._prefixes,
         )
 
     def run(self) -> int:
@@ -186,17 +185,22 @@ class BatchRun:
 
     def _step(self) -> None:
         """One step; counts what it took, and how full the fullest pool was."""
-        counts, programs, compression = self._server.counts, self._programs, self._compression
-        compiled, start = sum(x.compile_s for x in programs), time.perf_counter()
-        compiled += compression.compile_s if compression else 0.0
+        counts, programs = self._server.counts, self._programs
+        compiled, start = self._compile_s, time.perf_counter()
         self._server.feed(self._todo)
         self._server.step()
         counts.compile_s = sum(x.compile_s for x in programs)
         counts.n_compiles = sum(x.n_compiles for x in programs)
         counts.n_from_disk = sum(x.n_from_disk for x in programs)
-        now = counts.compile_s + (compression.compile_s if compression else 0.0)
-        counts.seconds += time.perf_counter() - start - (now - compiled)
+        counts.seconds += time.perf_counter() - start - (self._compile_s - compiled)
         counts.usage = max(counts.usage, self._engine.usage)
+
+    @property
+    def _compile_s(self) -> float:
+        """Seconds in which programs were compiled, those for prompts that are compressed too."""
+        prefixes = self._prefixes
+        own = prefixes.compile_s if isinstance(prefixes, Compression) else 0.0
+        return own + sum(x.compile_s for x in self._programs)
 
     def _tell(self, n_left: int) -> None:
         stats, options = self._engine.stats(), self._options
@@ -213,8 +217,7 @@ class BatchRun:
                 f"weights    {self._weights.note(self._model)}",
                 f"KV dtype   {described(config.type_k, config.type_v)}",
             ]
-            lines += self._chunks.said() if self._chunks else []
-            lines += [self._compression.said()] if self._compression else []
+            lines += self._prefixes.said() if self._prefixes else []
             if options.session_dir is not None:
                 lines.append(progress.from_sessions(stats, options.session_dir))
                 others = passed_over(Path(options.session_dir), self._engine.fingerprint)

@@ -113,12 +113,12 @@ class Compression:
         prefix = PrivatePrefix(tokens=tokens, read=functools.partial(self._read, tokens))
         return dataclasses.replace(request, private_prefix=prefix)
 
-    def said(self) -> str:
+    def said(self) -> list[str]:
         """The line of the summary."""
-        return (
+        return [
             f"compressed {counted(self._n, 'prompt')} read whole, {self._n_evaluated:,} tokens "
             f"evaluated for it; programs compiled in {self.compile_s:.2f} s, not counted above"
-        )
+        ]
 
     def _read(self, tokens: Sequence[int]) -> Snapshot:
         snapshot, took = compressed_prefix(self._engine, tokens, ask=self._ask)
@@ -143,8 +143,7 @@ class Server:
         results: Results,
         *,
         limits: AnswerLimits,
-        chunks: RequestChunks | None = None,
-        compression: Compression | None = None,
+        prefixes: RequestChunks | Compression | None = None,
     ) -> None:
         """Nothing is asked yet.
 
@@ -154,13 +153,13 @@ class Server:
           requests: where prompts are read.
           results: where lines are written.
           limits: up to where answers are those of the whole text.
-          chunks: blends those that lines name, where any does.
-          compression: of prompts; None reads them in parts.
+          prefixes: blends chunks, where a line names some, or compresses prompts; chunks and
+            policies by score do not go together.
         """
         self.counts = BatchCounts()
         self._engine, self._tokenizer = engine, tokenizer
         self._requests, self._results = requests, results
-        self._limits, self._chunks, self._compression = limits, chunks, compression
+        self._limits, self._prefixes = limits, prefixes
         self._live: dict[str, _Live] = {}
 
     @property
@@ -178,9 +177,12 @@ class Server:
             entry = todo.popleft()
             asked = self._requests.read(entry)
             try:
-                begun = self._chunks.begin(asked.chunks) if self._chunks and asked.chunks else None
+                prefixes, begun = self._prefixes, None
+                if isinstance(prefixes, RequestChunks) and asked.chunks:
+                    begun = prefixes.begin(asked.chunks)
                 request = request_of(asked, self._tokenizer, begun)
-                request = self._compression.of(request) if self._compression else request
+                if isinstance(prefixes, Compression):
+                    request = prefixes.of(request)
                 self._engine.add_request(request)
             except KvrtError as error:
                 self._write([failed(entry.id, str(error))])

@@ -234,6 +234,7 @@ class CompressFlags(KeepFlags):
         False,
         "with a --policy by score: read the prompt whole and let go of tokens once, behind it, as "
         "SnapKV's paper does; kvzip always does, and has the prompt repeated",
+        decides=("by_score", "compress"),
     )
 
     @property
