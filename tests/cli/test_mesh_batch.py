@@ -84,7 +84,7 @@ def test_a_killed_process_ends_the_others_and_costs_no_finished_line(kvrt, words
     many, n_lines = tmp_path / "many.jsonl", 24
     asked = [{"id": f"r{i}", "tokens": [40 + i % 9, 50], "n_predict": 40} for i in range(n_lines)]
     words[words.index("-i") + 1].write_text("".join(json.dumps(line) + "\n" for line in asked))
-    sooner = "from kvrt.cli.process import devices; devices._HEARTBEAT_S = 6; "
+    sooner = "from kvrt.cli.process import startup; startup._HEARTBEAT_S = 6; "
     first, second = started = together([*words, many, "--mesh", MESH], cache, sooner)
     try:
         wait_for(many, 3, seconds=240)
