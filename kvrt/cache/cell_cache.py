@@ -70,7 +70,7 @@ class CellCache:
 
     @property
     def traits(self) -> dict[str, str]:
-        """What of it does not go with every call, see `kvrt.options.compose`."""
+        """Names that the rules of `kvrt.options.compose` refer to, and their words."""
         host, layout = self.host, self.device.layout
         found = {
             "one order": host.rolls or host.states is not None,

@@ -70,7 +70,7 @@ class Speculation:
 
     @property
     def traits(self) -> dict[str, str]:
-        """What of it does not go with everything, see `kvrt.options.compose`."""
+        """Names that the rules of `kvrt.options.compose` refer to, and their words."""
         return {"drafts": ""} | ({} if self.exit_layer is None else {"LayerSkip": ""})
 
     def __post_init__(self) -> None:

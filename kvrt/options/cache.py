@@ -293,7 +293,7 @@ class CacheConfig:
 
     @property
     def traits(self) -> dict[str, str]:
-        """What of it does not go with everything, see `kvrt.options.compose`."""
+        """Names that the rules of `kvrt.options.compose` refer to, and their words."""
         keys, extend = by_group(self.type_k), self.self_extend
         types = {*keys, *by_group(self.type_v)}
         found = {

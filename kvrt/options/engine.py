@@ -136,7 +136,7 @@ class EngineConfig:
 
     @property
     def traits(self) -> dict[str, str]:
-        """What of it does not go with everything, see `kvrt.options.compose`."""
+        """Names that the rules of `kvrt.options.compose` refer to, and their words."""
         found = {
             "engine": True,
             "cell mode" if self.mode == "cell" else "paged mode": True,

@@ -194,18 +194,19 @@ def test_ctrl_c_ends_a_compression_and_leaves_no_session(go, long_prompt, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "n"), [("cell", 99), ("paged", 96)])
+@pytest.mark.parametrize(("mode", "n"), [("cell", 101), ("paged", 96)])
 @pytest.mark.parametrize("name", ["snapkv", "kvzip"])
 def test_prompts_of_a_batch_are_compressed_once(kvrt, tiny, tmp_path, name, mode, n):
     """All but its last token, in blocks whole blocks of it; a short prompt fits the slots."""
-    ids = [[1 + (i * i + k) % 90 for i in range(m)] for k, m in enumerate((100, 20))]
+    ids = [[1 + (i * i + k) % 90 for i in range(m)] for k, m in enumerate((102, 20))]
     lines = [{"id": str(i), "tokens": x, "n_predict": 8, "temp": 0} for i, x in enumerate(ids)]
     asks, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     asks.write_text("".join(json.dumps({"ignore_eos": True, **x}) + "\n" for x in lines))
     flags = ["batch", "-m", tiny, "-i", asks, "-o", out, "-c", 256, "--dtype", "f32"]
     size = ["--policy_budget", 40, "--policy_interval", 32]
     flags += ["--mode", mode, "--block_size", 8, "--policy", name, *size]
-    done = kvrt(*flags, *(["--compress"] if name == "snapkv" else []))
+    fine = ["--hash_block_size", 4] if mode == "paged" else []
+    done = kvrt(*flags, *fine, *(["--compress"] if name == "snapkv" else []))
     assert done.code == 0, done.err
     found = sorted(map(json.loads, out.read_text().splitlines()), key=lambda x: x["id"])
     model = load.load(tiny, dtype="f32")
@@ -224,6 +225,6 @@ def test_prompts_of_a_batch_are_compressed_once(kvrt, tiny, tmp_path, name, mode
     said = f"compressed 1 prompt read whole, {n_evaluated:,} tokens evaluated for it"
     assert said in done.err
     if name == "snapkv":
-        fails(kvrt(*flags), 2, "results made with other flags")
+        fails(kvrt(*flags, *fine), 2, "results made with other flags")
     fails(kvrt(*flags, "--compress", "--noprefix_cache"), 2, "the prefix cache of one process")
     fails(kvrt(*flags[:-6], "--compress"), 2, "add --policy snapkv or another of them")

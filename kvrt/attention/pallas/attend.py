@@ -54,7 +54,7 @@ def attend(
 
 
 def _traits(kv: LayerKV, how: LayerAttention) -> dict[str, str]:
-    """What of a layer's arrays and RoPE a kernel may not read."""
+    """Traits of a layer's arrays and RoPE, see `kvrt.options.compose`."""
     leaves = [x.dtype for x in jax.tree.leaves((kv.k, kv.v))]
     arrays = [kv.k.quantized if isinstance(kv.k, PerChannel) else kv.k, kv.v]
     codecs = [x.codec for x in arrays if isinstance(x, Quantized)]

@@ -98,7 +98,7 @@ class EndOf(Protocol):
 
 
 class Kernel(NamedTuple):
-    """What a module of a kernel offers; without an `end` XLA does that part.
+    """The functions of a kernel's module; without an `end` XLA does that part.
 
     `traits` is what it cannot read, see `kvrt.options.compose`.
     """

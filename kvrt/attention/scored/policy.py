@@ -215,7 +215,7 @@ class ScoredPolicy(ScoreSizes, abc.ABC):
 
     @property
     def traits(self) -> dict[str, str]:
-        """What of it does not go with everything, see `kvrt.options.compose`."""
+        """Names that the rules of `kvrt.options.compose` refer to, and their words."""
         name = type(self).__name__
         return {"policy by score": name} | ({"close_up": name} if self.close_up else {})
 

@@ -23,7 +23,7 @@ class Asking(Conversation):
     def __init__(
         self, options: AskOptions, questions: Sequence[str], like: OpenedSession | None = None
     ):
-        """Opens the model; a question is encoded by itself, so that what is held stays."""
+        """Opens the model; each question is encoded by itself, and held tokens stay."""
         super().__init__(options, like)
         self._questions = questions
         self._ids = question_ids(questions, self.model.tokenizer)

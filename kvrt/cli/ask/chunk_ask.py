@@ -29,7 +29,7 @@ def ask_chunks(options: AskOptions, questions: list[str]) -> int:
     """Answers questions after chunks; returns the exit code.
 
     Raises:
-      KvrtError: what keeps it from starting, or ended it; answers so far are written.
+      KvrtError: it cannot start, or an error ended it; answers so far are written.
     """
     files = [open_chunk(x) for x in options.chunk]
     store = None

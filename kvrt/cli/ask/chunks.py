@@ -53,7 +53,7 @@ def joined(chunks: Sequence[Sequence[int]], n_lead: int) -> list[int]:
 
 
 def blended_part(tokens: Sequence[Sequence[int]], ratio: float) -> Approximation | None:
-    """What of blended chunks is approximate: all behind the first; None if all was recomputed."""
+    """The approximate part of blended chunks: all behind the first; None if all was recomputed."""
     if len(tokens) == 1 or ratio >= 1:
         return None
     return Approximation(by="chunks", from_token=len(tokens[0]))

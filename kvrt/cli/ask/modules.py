@@ -114,7 +114,7 @@ def encode_modules(options: PrefillOptions, given: prompt.Prompt) -> int:
     """Runs the command and returns its exit code.
 
     Raises:
-      KvrtError: what keeps it from starting, or ended it.
+      KvrtError: it cannot start, or an error ended it.
     """
     assert options.output is not None
     if not given.is_none:
@@ -201,7 +201,7 @@ def ask_modules(options: AskOptions) -> int:
     """Runs the command and returns its exit code.
 
     Raises:
-      KvrtError: what keeps it from starting, or ended it; what was written so far stays.
+      KvrtError: it cannot start, or an error ended it; text written so far stays.
     """
     assert options.session is not None
     if options.question is None or options.seq is not None:

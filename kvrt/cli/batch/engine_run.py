@@ -84,7 +84,7 @@ def serve_all(
     """Serves what is left; returns the exit code.
 
     Raises:
-      KvrtError: what keeps it from starting, or ended it; results so far are written.
+      KvrtError: it cannot start, or an error ended it; results so far are written.
     """
     # Several processes have met before they read what there is to do.
     with ready(options) if options.coordinator is None else contextlib.nullcontext():

@@ -172,7 +172,7 @@ def _upkeep(stats: EngineStats) -> Iterator[str]:
 def passed_over(folder: Path, here: Fingerprint) -> str | None:
     """A line of a summary; None where all sessions of the folder serve, or are of other models.
 
-    Weights of another type have another digest: whether they are this model's, nobody can say.
+    Weights of another type have another digest, which does not say whether they are this model's.
 
     Args:
       folder: with an index.
@@ -196,7 +196,7 @@ def passed_over(folder: Path, here: Fingerprint) -> str | None:
 
 
 def _entries(folder: Path) -> tuple[Entry, ...]:
-    """What the index has; nothing if it was damaged since the engine began, for all are served."""
+    """Entries of the index; none if it was damaged since the engine began, for all are served."""
     try:
         return Library(folder).entries()
     except KvrtError:

@@ -55,7 +55,7 @@ _STDIN = 0
 
 
 class Wrong(Exception):
-    """What is wrong with a line; `id` is the request's where it could be read."""
+    """An error in a line; `id` is the request's where it could be read."""
 
     def __init__(self, message: str, id: Id | None = None):
         """One line."""
@@ -77,7 +77,7 @@ class Asked:
       cache: whether it may use prefixes that others have computed.
       beams: `num_beams`, `length_penalty` and `early_stopping` of `kvrt.Request`.
       room: `quota` and `reserve` of it.
-      options: the command's flags, with those that the line says in their place.
+      options: the command's flags, replaced by the line's own values.
       given: keys that the line has.
     """
 
@@ -98,7 +98,7 @@ class Parser:
     """From the bytes of a line to a request."""
 
     def __init__(self, options: BatchOptions):
-        """With the command's flags, for what a line leaves out."""
+        """The command's flags are the defaults of a line."""
         self._options = options
 
     def parse(self, data: bytes | None) -> Asked:

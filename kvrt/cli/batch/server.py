@@ -100,7 +100,7 @@ class Compression:
         assert policy is not None, "flags refuse others"
         self._engine, self._n_least = engine, policy.budget + policy.interval
         self._ask = tokenizer.encode(REPEAT, add_special=False) if policy.reads_whole else []
-        self._unit = engine.options.fine(engine.config) or engine.config.block_size
+        self._unit = engine.space.hit_size
         self._n = self._n_evaluated = 0
         self.compile_s = 0.0
 

@@ -105,10 +105,11 @@ class Transactions:
             past.append(first)
             slid.append(gone)
             n = kind.n_new(len(table), request.cell(g, n_tokens), n_lookahead)
-            n_there = ceil_div(request.cell(g, start), kind.block_size)
-            if n and kind.keeps_states and len(table) > n_there:
-                moved.append(g)
-                n = 0
+            if n and kind.keeps_states:
+                n_there = ceil_div(request.cell(g, start), kind.block_size)
+                if len(table) > n_there:
+                    moved.append(g)
+                    n = 0
             n_new.append(n)
             if hit and table:
                 n_cut = min(hit.n_tokens % kind.block_size, 1)
