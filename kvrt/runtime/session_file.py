@@ -32,6 +32,7 @@ from kvrt.errors import (
     SessionMismatch,
     UsageError,
 )
+from kvrt.files import atomic
 from kvrt.reuse.diff import common_prefix
 from kvrt.reuse.plan import ReusePlan, operations, plan_reuse
 from kvrt.runtime.generate import After
@@ -195,7 +196,8 @@ class SessionFile:
         Raises:
           BadSession: it is damaged, or no session.
           SaveError: it could not be written later.
-          UsageError: it holds several sequences, and none of them is named.
+          UsageError: it holds several sequences, and none of them is named; or there is no folder
+            to save it in.
         """
         self.path = io.real_path(path)
         self.opened: OpenedSession | None = None
@@ -213,6 +215,8 @@ class SessionFile:
         self._every_s, self._since = every_s, time.monotonic()
         if self._library is not None and writes:
             self._library.check_writable()
+        elif writes:
+            atomic.check_writable(self.path)
         if self._library is not None and seq_id is not None:
             raise UsageError(
                 f"{self.path}: is a folder of sessions, of a sequence each; name one for "

@@ -41,3 +41,10 @@ def test_a_sequence_is_named_where_there_are_several(tmp_path):
     with pytest.raises(UsageError, match="choose one with seq_id"):
         SessionFile(tmp_path / "two.kv")
     assert SessionFile(tmp_path / "two.kv", seq_id=1).opened.seq_id == 1
+
+
+def test_a_folder_that_is_missing_is_met_before_anything_is_read(tmp_path):
+    path = tmp_path / "no" / "book.kv"
+    with pytest.raises(UsageError, match="there is no folder"):
+        SessionFile(path)
+    assert SessionFile(path, writes=False).opened is None
