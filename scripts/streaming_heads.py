@@ -60,8 +60,8 @@ def far_shares(runtime: Runtime, text: Sequence[int]) -> dict[int, np.ndarray]:
     out = {}
     for group in layout.scored:
         for layer, spec in zip(group.group.layers, group.slots, strict=True):
-            slots = slots_of(spec, tuple(np.asarray(x).reshape(x.shape[1:]) for x in arrays[layer]))
-            out[layer] = np.asarray(slots.sums).sum(axis=1)
+            marks = slots_of(spec, arrays[layer]).marks
+            out[layer] = np.asarray(marks.sums).sum(axis=1)
     return out
 
 

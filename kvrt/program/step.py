@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Float, Int32, bytes_of, state
 from kvrt.attention import view
@@ -272,7 +271,7 @@ def write_step(
         if ran:
             new = ([of[x] for x in ran] for of in (attention.k_new, attention.v_new))
             write = functools.partial(sharded.write_kv, shards) if shards else kv_store.write_kv
-            part = write(kv_store.part(stores[i], mine), _after(done, slots), *new)
+            part = write(kv_store.part(stores[i], mine), kv_store.order_after(done, slots), *new)
             stores[i] = kv_store.with_part(stores[i], mine, part)
     advanced = tuple(attention.states[i] for i in _state_layers(layout))
     states = cache.states and recurrent.StateStore(tables=advanced)
@@ -346,16 +345,6 @@ def _last_of(result: Any, attention: StepAttention) -> Array:
     """What is known last of a step: logits, or where none are wanted the keys of its last layer."""
     found = jax.tree.leaves(result)[0]
     return found if found.size else attention.k_new[max(attention.k_new)].astype(jnp.float32)
-
-
-def _after(done: Float[Array, "..."], slots: Int32[AnyArray, " T"]) -> Int32[Array, " T"]:
-    """The slots, known only once a result of the step, in float32, is.
-
-    Without a dependency XLA may write a layer before it is read, and copies the layer to be able
-    to; an optimization barrier is gone before that is decided. The clamp is always 0.
-    """
-    bits = lax.bitcast_convert_type(done[(0,) * done.ndim], jnp.int32)
-    return jnp.asarray(slots) + lax.clamp(jnp.int32(0), bits, jnp.int32(0))
 
 
 def on_device(cells: Cells) -> Cells:

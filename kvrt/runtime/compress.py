@@ -9,8 +9,8 @@ import numpy as np
 
 from kvrt.arrays import Array, Float
 from kvrt.attention.scored.evict import evict
-from kvrt.attention.scored.head_slots import HeadSlots, resized
-from kvrt.attention.scored.spec import SlotSpec, slots_of
+from kvrt.attention.scored.head_slots import resized
+from kvrt.attention.scored.spec import SlotSpec, slots_of, tables_of
 from kvrt.errors import UsageError
 from kvrt.options.cache import CacheConfig
 from kvrt.policies import ScoredPolicy
@@ -210,12 +210,12 @@ def _judged(before: Snapshot, whole: Runtime) -> Snapshot:
 
 def _kept(spec: SlotSpec, prompt: tuple, repeated: tuple, whole: Runtime) -> tuple:
     """Arrays of one state of a prompt: tokens that stay by what its repetition gave them."""
-    slots, scores = _one(spec, prompt), _one(spec, repeated).sums
-    n = int(slots.filled)
-    full = resized(dataclasses.replace(slots, sums=scores), max(n, spec.n_kept))
+    slots, scores = slots_of(spec, prompt), slots_of(spec, repeated).marks.sums
+    n, marks = int(slots.marks.filled), dataclasses.replace(slots.marks, sums=scores)
+    full = resized(dataclasses.replace(slots, marks=marks), max(n, spec.n_kept))
     after, n_nan = _evict(spec, full)
     whole.programs.nan_scores.add(int(n_nan))
-    return tuple(np.asarray(x)[None] for x in jax.tree.leaves(after))
+    return tuple(map(np.asarray, tables_of(after)))
 
 
 _evict = jax.jit(evict, static_argnums=0)
@@ -241,13 +241,7 @@ def _specs(layout: Layout) -> list[tuple[int, SlotSpec]]:
 
 def _fewer(spec: SlotSpec, arrays: tuple, n_slots: int) -> tuple:
     """Arrays of one state with so many slots a head, in which all that is taken lies."""
-    slots = resized(_one(spec, arrays), n_slots)
-    return tuple(np.asarray(x)[None] for x in jax.tree.leaves(slots))
-
-
-def _one(spec: SlotSpec, arrays: tuple) -> HeadSlots:
-    """The slots of one state."""
-    return slots_of(spec, tuple(np.asarray(x).reshape(x.shape[1:]) for x in arrays))
+    return tuple(map(np.asarray, tables_of(resized(slots_of(spec, arrays), n_slots))))
 
 
 def _policy_of(to: Compressing, ask: Sequence[int]) -> ScoredPolicy:

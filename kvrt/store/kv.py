@@ -126,6 +126,16 @@ def write_kv(
     return map_arrays(written, store, KVStore(k=tuple(k_new), v=tuple(v_new)))
 
 
+def order_after(done: Float[Array, "..."], slots: Int32[AnyArray, " T"]) -> Int32[Array, " T"]:
+    """The slots, known only once a result of the step, in float32, is.
+
+    Without a dependency XLA may write a layer before it is read, and copies the layer to be able
+    to; an optimization barrier is gone before that is decided. The clamp is always 0.
+    """
+    bits = lax.bitcast_convert_type(done[(0,) * done.ndim], jnp.int32)
+    return jnp.asarray(slots) + lax.clamp(jnp.int32(0), bits, jnp.int32(0))
+
+
 def part(store: KVStore, buffers: Sequence[int]) -> KVStore:
     """Some arrays of a store, those of one group where several share it."""
     return KVStore(k=tuple(store.k[i] for i in buffers), v=tuple(store.v[i] for i in buffers))

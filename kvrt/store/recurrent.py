@@ -3,6 +3,7 @@
 Which token reads and writes which state is decided on the host, see `kvrt.cellcache.recurrent`.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,9 @@ StatesByToken = tuple[Shaped[Array, "T ..."], ...]
 OneState = tuple[tuple[AnyArray, ...], ...]  # arrays of one state, by layer
 # A recurrence of many tokens, from (state, inputs, n) to (state, outputs), and how many at most.
 ChunkForm = tuple[Callable, int]
+# A recurrence that writes into the tables: from (tables, index, inputs) of one token, or
+# (tables, index, inputs, n), to (tables, outputs). Padding, at index R, writes nothing.
+InPlace = Callable[..., tuple[StateTables, Any]]
 # Fewer tokens go one by one: a chunk of theirs takes as long.
 _FEWEST = 8
 
@@ -88,8 +92,48 @@ def put_one(store: StateStore, index: Int32[AnyArray, ""], one: OneState) -> Sta
     return StateStore(tables=jax.tree.map(replaced, store.tables, one))
 
 
+def of_one_state(step: InPlace) -> Callable:
+    """A step as `advance_apart` wants it, from one state to the next."""
+
+    def run(state: tuple[Array, ...], token: tuple) -> tuple[tuple[Array, ...], Any]:
+        tables, out = step(tuple(x[None] for x in state), jnp.int32(0), token)
+        return tuple(x[0] for x in tables), out
+
+    return run
+
+
+def _moved(
+    tables: StateTables, src: Array, dst: Array, by: Callable, in_place: bool
+) -> tuple[StateTables, Any]:
+    """Goes from state src to state dst; `in_place` as in `advance`."""
+    if in_place:
+        return by(_copied(tables, src, dst), dst)
+    new, out = by(tuple(t.at[src].get(mode="fill", fill_value=0) for t in tables))
+    return tuple(t.at[dst].set(s, mode="drop") for t, s in zip(tables, new, strict=True)), out
+
+
+def _copied(tables: StateTables, src: Array, dst: Array) -> StateTables:
+    """The tables with state src at dst, copied in parts, and not where they are one."""
+    n_parts = max((t.shape[1] for t in tables if t.ndim > 1), default=1)
+
+    def part(i: Array, tables: StateTables) -> StateTables:
+        at = ([x] if t.ndim == 1 else [x, i] for t in tables for x in (src, dst))
+        pairs = zip(tables, *[map(tuple, at)] * 2, strict=True)
+        return tuple(
+            t.at[to].set(t.at[of].get(mode="fill", fill_value=0), mode="drop")
+            for t, of, to in pairs
+        )
+
+    return lax.fori_loop(0, jnp.where(src == dst, 0, n_parts), part, tables)
+
+
 def advance(
-    tables: StateTables, at: StateIndex, step: Callable, inputs: tuple[Array, ...]
+    tables: StateTables,
+    at: StateIndex,
+    step: Callable,
+    inputs: tuple[Array, ...],
+    *,
+    in_place: bool = False,
 ) -> tuple[StateTables, Any]:
     """Runs a recurrence over tokens in their order, each from its state to its state.
 
@@ -98,6 +142,8 @@ def advance(
       at: states that each token reads and writes.
       step: from (state, its part of each input) to (state, output).
       inputs: arrays with tokens on the first axis.
+      in_place: whether `step` is an `InPlace`, so that a state is copied only where a token reads
+        one and writes another.
 
     Returns:
       The tables, and the outputs by token.
@@ -105,10 +151,7 @@ def advance(
 
     def one(tables: StateTables, x: tuple) -> tuple[StateTables, Any]:
         src, dst, token = x
-        old = tuple(t.at[src].get(mode="fill", fill_value=0) for t in tables)
-        new, out = step(old, token)
-        put = (t.at[dst].set(s, mode="drop") for t, s in zip(tables, new, strict=True))
-        return tuple(put), out
+        return _moved(tables, src, dst, lambda *held: step(*held, token), in_place)
 
     each = jnp.asarray(at.src), jnp.asarray(at.dst), inputs
     return lax.scan(one, tables, each)
@@ -163,6 +206,8 @@ def advance_chunks(
     step: Callable,
     form: ChunkForm,
     inputs: tuple[Array, ...],
+    *,
+    in_place: bool = False,
 ) -> tuple[StateTables, Any]:
     """As `advance`, but runs of tokens whose states nobody keeps go through `form` at once.
 
@@ -171,27 +216,24 @@ def advance_chunks(
     """
     run, size = form[0], min(form[1], inputs[0].shape[0])
     if size < _FEWEST:
-        return advance(tables, at, step, inputs)
+        return advance(tables, at, step, inputs, in_place=in_place)
     length, after = plan_chunks(at, tables[0].shape[0], size)
     n, src, dst = length.shape[0], jnp.asarray(at.src), jnp.asarray(at.dst)
     # A chunk is read and written as a whole, so the last one may reach beyond the tokens.
     inputs = tuple(jnp.pad(x, [(0, size)] + [(0, 0)] * (x.ndim - 1)) for x in inputs)
 
-    def moved(tables: StateTables, i: Array, end: Array, by: Callable) -> tuple[StateTables, Any]:
-        new, y = by(tuple(t.at[src[i]].get(mode="fill", fill_value=0) for t in tables))
-        to = dst[end - 1]
-        put = (t.at[to].set(s, mode="drop") for t, s in zip(tables, new, strict=True))
-        return tuple(put), y
-
     def one(carry: tuple) -> tuple:
         i, tables, out = carry
-        tables, y = moved(tables, i, i + 1, lambda old: step(old, tuple(x[i] for x in inputs)))
+        token = tuple(x[i] for x in inputs)
+        by = functools.partial(_moved, by=lambda *held: step(*held, token), in_place=in_place)
+        tables, y = by(tables, src[i], dst[i])
         return after[i + 1], tables, jax.tree.map(lambda to, x: to.at[i].set(x), out, y)
 
     def many(carry: tuple) -> tuple:
         i, tables, out = carry
         end, rows = i + length[i], tuple(lax.dynamic_slice_in_dim(x, i, size) for x in inputs)
-        tables, y = moved(tables, i, end, lambda old: run(old, rows, length[i]))
+        by = functools.partial(_moved, by=lambda *x: run(*x, rows, length[i]), in_place=in_place)
+        tables, y = by(tables, src[i], dst[end - 1])
         # What is written beyond the chunk's tokens is written again by those whose place it is.
         put = jax.tree.map(lambda to, x: lax.dynamic_update_slice_in_dim(to, x, i, 0), out, y)
         return after[end], tables, put
@@ -200,8 +242,11 @@ def advance_chunks(
         carry = lax.while_loop(lambda c: (c[0] < n) & (length[c[0]] > 1), many, carry)
         return lax.while_loop(lambda c: (c[0] < n) & (length[c[0]] == 1), one, carry)
 
-    state = tuple(jax.ShapeDtypeStruct(t.shape[1:], t.dtype) for t in tables)
-    _, given = jax.eval_shape(step, state, tuple(x[0] for x in inputs))
+    _, given = jax.eval_shape(
+        lambda t, x: _moved(t, x[0], x[0], lambda *held: step(*held, x[1]), in_place),
+        tables,
+        (jnp.int32(0), tuple(x[0] for x in inputs)),
+    )
     out = jax.tree.map(lambda x: jnp.zeros((n + size, *x.shape), x.dtype), given)
     _, tables, out = lax.while_loop(lambda c: c[0] < n, both, (after[0], tables, out))
     return tables, jax.tree.map(lambda x: x[:n], out)

@@ -31,22 +31,23 @@ DUO = DuoAttention(streaming=((1,),), **SIZES)
 
 
 LAYERS = functools.cache(lambda: by_kind([GROUP], None, CONFIG, DUO, {}))
-PROGRAM = functools.cache(lambda spec: jax.jit(divided_recurrence(spec, None)[1].run))
+PROGRAM = functools.cache(lambda spec: jax.jit(divided_recurrence(spec, None)[1]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [[1] * N_TOKENS, [33, 1, 40, 26]], ids=["one", "many"])
 def test_each_head_keeps_and_gives_what_its_list_does(parts):
     (spec,) = LAYERS().scored[0].slots
-    state = tuple(jnp.zeros(x.shape, x.dtype) for x in LAYERS().recurrent.arrays[0])
+    state = tuple(jnp.zeros((1, *x.shape), x.dtype) for x in LAYERS().recurrent.arrays[0])
     rows, many, outs, start = tokens(1), PROGRAM(spec), [], 0
     for n in parts:
         at = padded_part(start, n, max(parts))
         q, k, v = (jnp.asarray(x[at], jnp.float32) for x in rows[:3])
-        state, (out, _) = many(state, (q, k, v, jnp.asarray(at, jnp.int32)), jnp.int32(n))
+        given = q, k, v, jnp.asarray(at, jnp.int32)
+        state, (out, _) = many(state, jnp.int32(0), given, jnp.int32(n))
         outs.append(np.asarray(out)[:n])
         start += n
-    found, kept, group = np.concatenate(outs), positions_kept(spec, state), 2
+    found, kept, group = np.concatenate(outs), positions_kept(spec, [x[0] for x in state]), 2
     for h, budget in ((0, 60), (1, 12)):
         sizes = {"budget": budget, "interval": 8, "n_sink": 2, "n_recent": 5, "n_kv": 1}
         plain, mine = PlainLayer("recent_only", **sizes), slice(h * group, (h + 1) * group)

@@ -1,5 +1,6 @@
 """A policy of one's own: scores that are no numbers, scores of a wrong shape, and what it is."""
 
+import dataclasses
 import importlib
 import sys
 
@@ -20,7 +21,7 @@ from kvrt import (
     session,
 )
 from kvrt.attention.scored.evict import evict
-from kvrt.attention.scored.head_slots import HeadSlots
+from kvrt.attention.scored.head_slots import HeadSlots, SlotMarks
 from kvrt.attention.scored.layers import ScoredGroup, by_kind
 from kvrt.attention.scored.policy import Reads
 from kvrt.attention.scored.reads import choose_slots
@@ -62,15 +63,14 @@ def filled(spec, sums):
     slots: HeadSlots = empty_slots(spec)
     n = spec.policy.budget + spec.policy.interval
     pos = np.where(np.arange(spec.n_slots) < n, np.arange(spec.n_slots), 0).astype(np.int32)
-    return HeadSlots(
-        k=slots.k,
-        v=slots.v,
+    marks = SlotMarks(
         pos=np.tile(pos, (N_KV, 1)),
         sums=np.pad(np.float32(sums), ((0, 0), (0, spec.n_slots - n))),
         filled=np.int32(n),
-        queries=slots.queries,
-        chosen=slots.chosen,
+        queries=slots.marks.queries,
+        chosen=slots.marks.chosen,
     )
+    return dataclasses.replace(slots, marks=marks)
 
 
 def scores(which):
@@ -95,7 +95,7 @@ PATTERNS = {
 def test_nan_goes_first_and_protected_tokens_stay(which, more):
     spec, given = spec_of(Sums(**SIZES, **more)), scores(which)
     slots, n_nan = evicted(spec, filled(spec, given))
-    pos, taken = np.asarray(slots.pos), np.asarray(slots.taken)
+    pos, taken = np.asarray(slots.marks.pos), np.asarray(slots.marks.taken)
     kept = [p[t].tolist() for p, t in zip(pos, taken, strict=True)]
     protected = {*range(N_SINK), *range(N_SLOTS - N_RECENT, N_SLOTS)}
     assert all(protected <= set(head) for head in kept)
@@ -113,18 +113,17 @@ def test_the_least_of_numbers_ranks_above_nan():
     spec, given = spec_of(Sums(**SIZES)), np.full((N_KV, N_SLOTS), -np.inf, np.float32)
     given[:, 2:4] = np.nan
     slots, _ = evict(spec, filled(spec, given))
-    assert np.asarray(slots.pos)[:, :20].tolist() == [[0, 1, *range(4, 14), *range(20, 28)]] * 2
+    assert (
+        np.asarray(slots.marks.pos)[:, :20].tolist() == [[0, 1, *range(4, 14), *range(20, 28)]] * 2
+    )
 
 
 def test_nan_is_chosen_last_by_queries_that_read_some():
     spec = spec_of(Sums(**SIZES))
     reads = Reads(n_read=8, n_recent=4, every=4)
-    slots = filled(spec, scores(EVERY_THIRD))
-    slots = slots.__class__(
-        **{f: getattr(slots, f) for f in ("k", "v", "pos", "sums", "filled", "queries")},
-        chosen=jnp.zeros((N_KV, 4), jnp.int32),
-    )
-    found = jax.jit(choose_slots, static_argnums=0)(reads, slots, np.int32(N_SLOTS - 1))
+    marks = filled(spec, scores(EVERY_THIRD)).marks
+    marks = dataclasses.replace(marks, chosen=jnp.zeros((N_KV, 4), jnp.int32))
+    found = jax.jit(choose_slots, static_argnums=0)(reads, marks, np.int32(N_SLOTS - 1))
     chosen = np.asarray(found.chosen) - 1
     assert not np.isnan(scores(EVERY_THIRD)[0, chosen[0]]).any()
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,9 @@ from kvrt import (
     Runtime,
     SelfExtend,
 )
+from kvrt.attention.scored import attend, evict
 from kvrt.attention.scored.attend import recurrence
-from kvrt.attention.scored.spec import SlotSpec, empty_slots, slots_of
+from kvrt.attention.scored.spec import SlotSpec, empty_slots, slots_of, tables_of
 from kvrt.errors import BadConfig
 from kvrt.policies.scored import H2O, SCORED, TOVA, ScoredPolicy, SnapKV, SparseWindow
 from tests.marks import first_fast, slow
@@ -82,27 +84,27 @@ def padded_part(start, n, size):
 
 @functools.cache
 def program(spec):
-    return jax.jit(recurrence(spec, None)[1].run)
+    return jax.jit(recurrence(spec, None)[1])
 
 
 @jax.jit
-def taken_of(slots):
-    return slots.pos, slots.taken
+def taken_of(marks):
+    return marks.pos, marks.taken
 
 
 def run(spec, rows, parts, first=0):
     """Outputs of all tokens and the slots behind each part, in parts of so many tokens."""
     q, k, v, raw = (x.astype(np.float32) for x in rows)
-    state, outs, held, start = tuple(jax.tree.leaves(empty_slots(spec))), [], [], 0
+    state, outs, held, start = tables_of(empty_slots(spec)), [], [], 0
     many = program(spec)
     for n in parts:
         # Padded, as the tokens of a step are: one program for parts of any length but 1.
         at = padded_part(start, n, max(parts))
         pos = (first + at).astype(np.int32)
         mine = q[at], k[at], v[at], pos, *([raw[at]] if spec.n_q_heads else [])
-        state, (out, _) = many(state, mine, np.int32(n))
+        state, (out, _) = many(state, np.int32(0), mine, np.int32(n))
         outs.append(np.asarray(out)[:n])
-        pos, taken = map(np.asarray, taken_of(slots_of(spec, state)))
+        pos, taken = map(np.asarray, taken_of(slots_of(spec, state).marks))
         held.append([x[at] for x, at in zip(pos, taken, strict=True)])
         start += n
     return np.concatenate(outs), held
@@ -146,6 +148,36 @@ def test_how_steps_divide_the_tokens_changes_nothing(name, settings):
     ends = np.cumsum(parts) - 1
     for mine, end in zip(held, ends, strict=True):
         assert list(map(list, mine)) == list(map(list, by_one[end]))
+
+
+@pytest.mark.parametrize("close_up", [slow(False), True])
+def test_slots_are_read_and_moved_in_tiles(close_up, monkeypatch):
+    """The last of four begins within the third."""
+    rows, parts = tokens(2), [33, 1, 40, 26]
+    spec = spec_of(H2O(**SIZES, close_up=close_up))
+    wanted, kept = run(spec, rows, parts)
+    monkeypatch.setattr(attend, "TILE", 9)
+    monkeypatch.setattr(evict, "TILE", 9)
+    monkeypatch.setattr(sys.modules[__name__], "program", program.__wrapped__)
+    out, held = run(spec, rows, parts)
+    np.testing.assert_allclose(out, wanted, atol=2e-5)
+    assert [list(map(list, x)) for x in held] == [list(map(list, x)) for x in kept]
+
+
+def test_padding_beside_slots_that_are_almost_full_writes_nothing():
+    """Its index is that behind the last state, where an eviction would be clamped to that one."""
+    rows, spec = tokens(1), spec_of(H2O(**SIZES))
+    q, k, v, _ = (x[:28].astype(np.float32) for x in rows)
+    pos, index = np.arange(28, dtype=np.int32), np.int32(0)
+    parts = (q, k, v, pos)
+    full, _ = program(spec)(tables_of(empty_slots(spec)), index, parts, np.int32(27))
+    one = jax.jit(recurrence(spec, None)[0])
+    after, (out, _) = one(full, index + 1, tuple(x[27] for x in parts))
+    for x, y in zip(full, after, strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert np.isfinite(out).all()
+    after, _ = one(full, index, tuple(x[27] for x in parts))
+    assert not np.array_equal(full[0], after[0])
 
 
 def test_keys_by_place_know_nothing_of_positions():
@@ -208,14 +240,14 @@ def test_no_slot_is_read_that_is_not_chosen(end):
     spec = spec_of(SCORED["sparse_window"](**settings))
     q, k, v, _ = (x.astype(np.float32) for x in rows)
     one, many = recurrence(spec, None)
-    one, many = jax.jit(one), jax.jit(many.run)
-    state = tuple(jax.tree.leaves(empty_slots(spec)))
+    one, many, index = jax.jit(one), jax.jit(many), np.int32(0)
+    state = tables_of(empty_slots(spec))
     pos = np.arange(N_TOKENS, dtype=np.int32)
-    state, _ = many(state, (q[:end], k[:end], v[:end], pos[:end]), np.int32(end))
+    state, _ = many(state, index, (q[:end], k[:end], v[:end], pos[:end]), np.int32(end))
     slots = slots_of(spec, state)
     read = np.zeros((N_KV, spec.n_slots), bool)
     read[:, end - 8 + 1 : end] = True
-    for h, at in enumerate(np.asarray(slots.chosen)):
+    for h, at in enumerate(np.asarray(slots.marks.chosen)):
         read[h, at[at > 0] - 1] = True
     assert 12 <= read.sum(1).min() <= read.sum(1).max() <= 15
     hurt = dataclasses.replace(
@@ -224,7 +256,7 @@ def test_no_slot_is_read_that_is_not_chosen(end):
         v=np.where(read[:, :, None], slots.v, np.float32(np.nan)),
     )
     token = q[end], k[end], v[end], pos[end]
-    outs = [one(tuple(jax.tree.leaves(x)), token)[1][0] for x in (slots, hurt)]
+    outs = [one(tables_of(x), index, token)[1][0] for x in (slots, hurt)]
     assert np.isnan(outs[1]).any() == (end % 4 == 0)
     if end % 4:
         np.testing.assert_array_equal(*outs)

@@ -6,6 +6,7 @@ import pytest
 
 from kvrt import CacheConfig, Engine, EngineConfig, LayerSkip, Request, Runtime, Speculation
 from kvrt.arrays import array_bytes
+from kvrt.policies.scored import H2O
 from kvrt.reuse.blend import BlendSpec
 from tests.toys import KindedLm, ToyLm
 
@@ -113,6 +114,24 @@ def test_no_program_of_an_engine_copies_the_cache(kind, mode):
     cache, found = engine.device.cache, temp_bytes(engine.programs)
     assert set(found) == ({"forward", "move_blocks"} if mode == "paged" else {"forward"})
     check(found, sum(map(array_bytes, cache.stores)), layer_bytes(cache))
+
+
+@pytest.mark.parametrize(
+    ("kind", "close_up"), [("write", False), ("write", True), ("codes", False)]
+)
+def test_no_step_copies_slots(kind, close_up):
+    """Of one token: neither before it writes, nor where an eviction moves what stays."""
+    policy = H2O(budget=N_CTX - 512, interval=512, close_up=close_up)
+    config = CacheConfig(n_ctx=64, n_seq_max=2, n_ubatch=1, **KINDS[kind])
+    runtime = Runtime(model(kind), config, policy=policy)
+    runtime.append(PROMPT[:2])
+    list(runtime.generate(5, stride=4))
+    (tables,) = runtime.cache.states.tables
+    found = temp_bytes(runtime.programs)
+    del found["sampled_once"]
+    assert set(found) == {"forward", "decode_steps"}
+    # Keys of one of two states.
+    check(found, sum(x.nbytes for x in tables), tables[0].nbytes // 2)
 
 
 class Ones:

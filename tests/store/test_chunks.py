@@ -33,6 +33,18 @@ def chunk(state, rows, n):
     return (s,), out
 
 
+def within(run):
+    """The same of the state at an index of tables, which stay where they are."""
+
+    def in_tables(tables, index, *rest):
+        state, out = run(tuple(t.at[index].get(mode="fill", fill_value=0) for t in tables), *rest)
+        return tuple(
+            t.at[index].set(s, mode="drop") for t, s in zip(tables, state, strict=True)
+        ), out
+
+    return in_tables
+
+
 plan = jax.jit(plan_chunks, static_argnums=(1, 2))
 
 
@@ -46,9 +58,14 @@ def index(src, dst):
 
 @functools.partial(jax.jit, static_argnums=3)
 def both(tables, xs, at, size):
-    """Tables and outputs by steps and by chunks."""
-    one = advance(tables, at, step, xs)
-    return one, advance_chunks(tables, at, step, (chunk, size), xs)
+    """Tables and outputs by steps, by chunks, and both in place."""
+    one, form = advance(tables, at, step, xs), (within(chunk), size)
+    return (
+        one,
+        advance_chunks(tables, at, step, (chunk, size), xs),
+        advance(tables, at, within(step), xs, in_place=True),
+        advance_chunks(tables, at, within(step), form, xs, in_place=True),
+    )
 
 
 def assert_alike(at, n_states, size):
@@ -59,12 +76,13 @@ def assert_alike(at, n_states, size):
     at = index([*src, *rest], [*dst, *rest])
     tables = (rng.standard_normal((N_STATES, WIDTH), np.float32),)
     xs = (rng.standard_normal((N_TOKENS, WIDTH), np.float32),)
-    (t1, y1), (t2, y2) = both(tables, xs, at, size)
+    (t1, y1), *others = both(tables, xs, at, size)
     real = at.dst < N_STATES
-    np.testing.assert_allclose(t1[0], t2[0], rtol=1e-6, atol=1e-6)
-    y1, y2 = np.asarray(y1), np.asarray(y2)
-    np.testing.assert_allclose(y1[real], y2[real], rtol=1e-6, atol=1e-6)
-    assert np.isfinite(y2).all()
+    for t2, y2 in others:
+        np.testing.assert_allclose(t1[0], t2[0], rtol=1e-6, atol=1e-6)
+        y1, y2 = np.asarray(y1), np.asarray(y2)
+        np.testing.assert_allclose(y1[real], y2[real], rtol=1e-6, atol=1e-6)
+        assert np.isfinite(y2).all()
 
 
 def planned(depth, lengths, seed=0):

@@ -1,6 +1,6 @@
 """Attention of a layer over slots that are each head's own, and which tokens stay in them.
 
-It has the form of a recurrence (`kvrt.attention.Attend.recur`): a state, and one token or many.
+It has the form of a recurrence (`kvrt.store.recurrent.InPlace`): a state, and one token or many.
 Tokens see the slots that are taken, and each other; then they come in, and where all slots are
 taken those of the least scores go. Many at once give what one by one gives, up to rounding.
 
@@ -10,20 +10,20 @@ Source: arXiv:2306.14048 (H2O), sec. 4; arXiv:2404.14469 (SnapKV).
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvrt.arrays import Array, Bool, Float, Int32
+from kvrt.arrays import AnyArray, Array, Bool, Float, Int32
 from kvrt.attention import softmax
-from kvrt.attention.contract import ChunkedStep, Inputs, State, Step
+from kvrt.attention.contract import Inputs, State
 from kvrt.attention.scored import head_slots
-from kvrt.attention.scored.evict import evict, evicts_at
-from kvrt.attention.scored.head_slots import HeadSlots, QuerySums
+from kvrt.attention.scored.evict import TILE, evict, evicts_at
+from kvrt.attention.scored.head_slots import HeadSlots, QuerySums, SlotMarks
 from kvrt.attention.scored.policy import Observed, real_numbers
-from kvrt.attention.scored.reads import SlotKV, choose_slots, chosen_slots, n_of_one_kind, refreshes
-from kvrt.attention.scored.spec import SlotSpec, compared_keys, slots_of
-from kvrt.store import rope
+from kvrt.attention.scored.reads import choose_slots, chosen_slots, n_of_one_kind, refreshes
+from kvrt.attention.scored.spec import SlotSpec, compared_keys, slots_of, tables_of
+from kvrt.store import recurrent, rope
+from kvrt.store.kv import order_after
 
 # Tokens that one call of the chunked form takes; it runs them an interval at a time.
 CHUNK = 512
@@ -33,8 +33,8 @@ Scored = tuple[Array, Array]
 
 def recurrence(
     spec: SlotSpec, sinks: Float[Array, " Q"] | None
-) -> tuple[Step[Scored], ChunkedStep[Scored]]:
-    """The step of one token and that of many.
+) -> tuple[recurrent.InPlace, recurrent.InPlace]:
+    """The step of one token and that of up to `CHUNK`, which write into the tables of all states.
 
     Inputs are queries [T, Q, D] and keys [T, H, D] with RoPE applied, values [T, H, Dv], positions
     [T] and, where the policy's tap wants them, queries without RoPE [T, Q, D]. Where keys are
@@ -45,16 +45,20 @@ def recurrence(
       sinks: a logit a query head that joins the softmax and carries no value, or None.
     """
 
-    def one(state: State, token: Inputs) -> tuple[State, Scored]:
+    def one(tables: State, index: Array, token: Inputs) -> tuple[State, Scored]:
         rows = tuple(x[None] for x in token)
-        slots, out, n_nan = attend_and_keep(spec, slots_of(spec, state), rows, jnp.int32(1), sinks)
-        return tuple(jax.tree.leaves(slots)), (out[0], n_nan)
+        slots = slots_of(spec, tables, index)
+        # Where nothing is written nothing is evicted either.
+        filled = jnp.where(index < tables[0].shape[0], slots.marks.filled, 0)
+        slots = dataclasses.replace(slots, marks=dataclasses.replace(slots.marks, filled=filled))
+        slots, out, n_nan = attend_and_keep(spec, slots, rows, jnp.int32(1), sinks)
+        return tables_of(slots, tables), (out[0], n_nan)
 
-    def many(state: State, rows: Inputs, n: Array) -> tuple[State, Scored]:
-        slots, out = _in_parts(spec, slots_of(spec, state), rows, n, sinks)
-        return tuple(jax.tree.leaves(slots)), out
+    def many(tables: State, index: Array, rows: Inputs, n: Array) -> tuple[State, Scored]:
+        slots, out = _in_parts(spec, slots_of(spec, tables, index), rows, n, sinks)
+        return tables_of(slots, tables), out
 
-    return one, ChunkedStep(run=many, size=CHUNK)
+    return one, many
 
 
 def _in_parts(
@@ -67,8 +71,8 @@ def _in_parts(
 
     def part(carry: tuple[Array, HeadSlots, Scored]) -> tuple[Array, HeadSlots, Scored]:
         i, slots, (out, n_nan) = carry
-        here = tuple(lax.dynamic_slice_in_dim(x, i, most) for x in padded)
-        m = jnp.minimum(jnp.minimum(evicts_at(spec, slots) - slots.filled, n - i), most)
+        here, marks = tuple(lax.dynamic_slice_in_dim(x, i, most) for x in padded), slots.marks
+        m = jnp.minimum(jnp.minimum(evicts_at(spec, marks) - marks.filled, n - i), most)
         if spec.policy.reads is not None:
             m = jnp.minimum(m, n_of_one_kind(spec.policy.reads, here[3][0]))
         slots, y, n_nan_here = attend_and_keep(spec, slots, here, m, sinks)
@@ -94,7 +98,7 @@ def attend_and_keep(
 
     Args:
       spec: of the layer.
-      slots: with n free ones at least.
+      slots: with n free ones at least; written in place.
       rows: as in `recurrence`; from n on anything finite.
       n: how many tokens count; where not all slots are read, `n_of_one_kind` of the first at most.
       sinks: as in `recurrence`.
@@ -104,83 +108,127 @@ def attend_and_keep(
     """
     reads = spec.policy.reads
 
-    def all_read(slots: HeadSlots) -> tuple[HeadSlots, Array]:
-        after, out = _read_all(spec, slots, rows, n, sinks)
-        return after if reads is None else choose_slots(reads, after, rows[3][0]), out
+    def all_read() -> tuple[SlotMarks, Array]:
+        marks, out = _read_all(spec, slots, rows, n, sinks)
+        return marks if reads is None else choose_slots(reads, marks, rows[3][0]), out
 
-    def some_read(slots: HeadSlots) -> tuple[HeadSlots, Array]:
+    def some_read() -> tuple[SlotMarks, Array]:
         assert reads is not None, "asked for below"
         held = chosen_slots(reads, slots, rows[3])
-        s, visible, values = _scores(spec, held, rows, n, slots.filled)
-        after = head_slots.with_tokens(slots, rows[1], rows[2], rows[3], n)
-        out = _output(_weights(s, visible, sinks), visible, values, rows[0])
-        return dataclasses.replace(after, sums=_faded(spec, after.sums, n)), out
+        q, own = _placed(spec, slots.marks.filled, rows)
+        s = softmax.scores(q, held.keys, spec.group.score_scale, spec.group.soft_cap)
+        s, visible = _masked(s, own, held.sees, n)
+        p = _weights(s, visible, sinks)
+        n_held = held.values.shape[1]
+        seen = jnp.where(jnp.any(held.sees, axis=1)[:, :, None], held.values, 0.0)
+        out = _weighted(p[..., :n_held], seen) + _of_own(p[..., n_held:], rows[2], n)
+        marks = _with_marks(slots.marks, rows[3], n)
+        return dataclasses.replace(marks, sums=_faded(spec, marks.sums, n)), _by_token(out, rows[0])
 
     if reads is None:
-        after, out = all_read(slots)
+        marks, out = all_read()
     else:
-        after, out = lax.cond(refreshes(reads, rows[3][0]), all_read, some_read, slots)
+        marks, out = lax.cond(refreshes(reads, rows[3][0]), all_read, some_read)
+    index = jnp.arange(rows[0].shape[0], dtype=jnp.int32)
+    places = jnp.where(index < n, slots.marks.filled + index, marks.pos.shape[1])
+    after = head_slots.with_tokens(
+        slots, rows[1], rows[2], order_after(out.astype(jnp.float32), places)
+    )
     after, n_nan = lax.cond(
-        after.filled == evicts_at(spec, after),
+        marks.filled == evicts_at(spec, marks),
         functools.partial(evict, spec),
         lambda slots: (slots, jnp.int32(0)),
-        after,
+        dataclasses.replace(after, marks=marks),
     )
     return after, out, n_nan
 
 
 def _read_all(
     spec: SlotSpec, slots: HeadSlots, rows: Inputs, n: Array, sinks: Array | None
-) -> tuple[HeadSlots, Float[Array, "T Q Dv"]]:
-    """Attention to all that the slots hold, and the slots with the tokens and new sums."""
-    n_kv, n_slots = slots.pos.shape
-    held = SlotKV(
-        keys=compared_keys(spec, slots),
-        values=head_slots.slot_values(slots),
-        sees=jnp.broadcast_to(slots.taken[:, None], (n_kv, rows[0].shape[0], n_slots)),
-    )
-    s, visible, values = _scores(spec, held, rows, n, slots.filled)
+) -> tuple[SlotMarks, Float[Array, "T Q Dv"]]:
+    """Attention to all that the slots hold, and marks with the tokens and new sums."""
+    marks, n_tokens, group = slots.marks, rows[0].shape[0], spec.group
+    n_kv, n_slots = marks.pos.shape
+    q, own = _placed(spec, marks.filled, rows)
+    size = min(TILE, n_slots)
+    n_tiles = -(-marks.filled // size) if size < n_slots else 1
+
+    def score(i: AnyArray, s: Array) -> Array:
+        start = jnp.minimum(i * size, n_slots - size)
+        keys = compared_keys(spec, slots, start, size)
+        found = softmax.scores(q, keys, group.score_scale, group.soft_cap)
+        return lax.dynamic_update_slice_in_dim(s, found, start, 2)
+
+    s = lax.fori_loop(0, n_tiles, score, jnp.zeros((*q.shape[:2], n_slots), jnp.float32))
+    sees = jnp.broadcast_to(marks.taken[:, None], (n_kv, n_tokens, n_slots))
+    s, visible = _masked(s, own, sees, n)
     p = _weights(s, visible, sinks)
-    out = _output(p, visible, values, rows[0])
-    own = jnp.broadcast_to(rows[3], (n_kv, rows[0].shape[0]))
-    all_pos = jnp.concatenate([slots.pos, own], axis=1)
+
+    def weigh(i: AnyArray, out: Array) -> Array:
+        start = jnp.minimum(i * size, n_slots - size)
+        # The last tile begins with some of the one before.
+        again = start + jnp.arange(size, dtype=jnp.int32) < i * size
+        taken = lax.dynamic_slice_in_dim(marks.taken, start, size, 1) & ~again[None]
+        values = head_slots.some_values(slots, start, size)
+        weights = lax.dynamic_slice_in_dim(p, start, size, 3)
+        return out + _weighted(
+            jnp.where(taken[:, None, None], weights, 0.0),
+            jnp.where(taken[:, :, None], values, 0.0),
+        )
+
+    out = lax.fori_loop(0, n_tiles, weigh, _of_own(p[..., n_slots:], rows[2], n))
+    own_pos = jnp.broadcast_to(rows[3], (n_kv, n_tokens))
+    all_pos = jnp.concatenate([marks.pos, own_pos], axis=1)
     observed = Observed(logits=s, probabilities=p, visible=visible, pos=all_pos)
-    return _with_tokens(spec, slots, rows, observed, n), out
+    return _with_sums(spec, marks, rows, observed, n), _by_token(out, rows[0])
 
 
-def _scores(
-    spec: SlotSpec, held: SlotKV, rows: Inputs, n: Array, filled: Array
-) -> tuple[Float[Array, "H G T S"], Bool[Array, "H 1 T S"], Float[Array, "H S Dv"]]:
-    """Masked scores of slots and of the step's own tokens, what is seen, and the values."""
-    q, k, v, _ = rows[:4]
-    n_tokens, n_kv, group = q.shape[0], k.shape[1], spec.group
-    index = jnp.arange(n_tokens, dtype=jnp.int32)
+def _placed(
+    spec: SlotSpec, filled: Array, rows: Inputs
+) -> tuple[Float[Array, "H P D"], Float[Array, "H P T"]]:
+    """Queries by kv head as they are compared, and their scores of the step's own keys."""
+    q, k = rows[:2]
     if spec.by_place is not None:
+        index = jnp.arange(q.shape[0], dtype=jnp.int32)
         tables, layout = spec.tables(filled + index), spec.by_place.layout
         q, k = (rope.rotate(x, *tables, layout) for x in (q, k))
-    own = jnp.transpose(k, (1, 2, 0)).astype(jnp.float32)
-    by_head = _by_kv_head(q, n_kv)
-    s = jnp.concatenate(
-        [softmax.scores(by_head, x, group.score_scale, group.soft_cap) for x in (held.keys, own)],
-        axis=2,
-    ).reshape(n_kv, -1, n_tokens, held.keys.shape[2] + n_tokens)
+    own, by_head = jnp.transpose(k, (1, 2, 0)).astype(jnp.float32), _by_kv_head(q, k.shape[1])
+    return by_head, softmax.scores(by_head, own, spec.group.score_scale, spec.group.soft_cap)
+
+
+def _masked(
+    s: Float[Array, "H P S"], own: Float[Array, "H P T"], sees: Bool[Array, "H T S"], n: Array
+) -> tuple[Float[Array, "H G T A"], Bool[Array, "H 1 T A"]]:
+    """Scores of slots and of the step's own tokens, masked, and what is seen."""
+    n_kv, n_tokens = sees.shape[:2]
+    index = jnp.arange(n_tokens, dtype=jnp.int32)
     causal = (index[None] <= index[:, None]) & (index[None] < n)
     causal = jnp.broadcast_to(causal, (n_kv, n_tokens, n_tokens))
-    visible = jnp.concatenate([held.sees, causal], axis=2)[:, None]
-    own_v = jnp.transpose(v, (1, 0, 2)).astype(jnp.float32)
-    values = jnp.concatenate([held.values, own_v], axis=1)
-    return jnp.where(visible, s, softmax.MASKED), visible, values
+    visible = jnp.concatenate([sees, causal], axis=2)[:, None]
+    s = jnp.concatenate([s, own], axis=2).reshape(n_kv, -1, n_tokens, visible.shape[3])
+    return jnp.where(visible, s, softmax.MASKED), visible
 
 
-def _output(
-    p: Float[Array, "H G T S"], visible: Array, values: Float[Array, "H S Dv"], q: Array
-) -> Float[Array, "T Q Dv"]:
-    """Values by their weights; what nobody sees may be no number."""
-    seen = jnp.where(jnp.any(visible[:, 0], axis=1)[:, :, None], values, 0.0)
-    n_kv, _, n_tokens, n = p.shape
-    out = lax.dot_general(p.reshape(n_kv, -1, n), seen, (((2,), (1,)), ((0,), (0,))))
-    out = jnp.transpose(out.reshape(n_kv, -1, n_tokens, seen.shape[2]), (2, 0, 1, 3))
-    return out.reshape(n_tokens, q.shape[1], seen.shape[2]).astype(q.dtype)
+def _of_own(
+    p: Float[Array, "H G T T"], v: Float[Array, "T H Dv"], n: Array
+) -> Float[Array, "H P Dv"]:
+    """The step's own values by their weights; those from n on may be no number."""
+    counts = jnp.arange(v.shape[0], dtype=jnp.int32) < n
+    own = jnp.where(counts[:, None, None], v.astype(jnp.float32), 0.0)
+    return _weighted(p, jnp.transpose(own, (1, 0, 2)))
+
+
+def _weighted(p: Float[Array, "H G T S"], values: Float[Array, "H S Dv"]) -> Float[Array, "H P Dv"]:
+    """Sums of values by weights."""
+    by_head = p.reshape(p.shape[0], -1, p.shape[3])
+    return lax.dot_general(by_head, values, (((2,), (1,)), ((0,), (0,))))
+
+
+def _by_token(out: Float[Array, "H P Dv"], q: Float[Array, "T Q D"]) -> Float[Array, "T Q Dv"]:
+    """Outputs in the order of the queries."""
+    n_kv, _, dim = out.shape
+    by_token = jnp.transpose(out.reshape(n_kv, -1, q.shape[0], dim), (2, 0, 1, 3))
+    return by_token.reshape(q.shape[0], q.shape[1], dim).astype(q.dtype)
 
 
 def _weights(
@@ -204,36 +252,45 @@ def _faded(spec: SlotSpec, sums: Float[Array, "H S"], n: Array) -> Float[Array, 
     return sums * jnp.float32(spec.policy.observed_by.decay) ** n.astype(jnp.float32)
 
 
-def _with_tokens(
-    spec: SlotSpec, slots: HeadSlots, rows: Inputs, observed: Observed, n: Array
-) -> HeadSlots:
-    """The slots with the first n tokens, and what their queries add to the sums of all."""
-    policy, tap, n_slots = spec.policy, spec.policy.observed_by, spec.n_slots
+def _with_marks(marks: SlotMarks, pos: Int32[Array, " T"], n: Array) -> SlotMarks:
+    """Marks with the first n tokens, whose sums are 0."""
+    index, n_slots = jnp.arange(pos.shape[0], dtype=jnp.int32), marks.pos.shape[1]
+    # Beyond the last slot nothing is written.
+    at = jnp.where(index < n, marks.filled + index, n_slots)
+    return dataclasses.replace(
+        marks,
+        pos=marks.pos.at[:, at].set(pos[None], mode="drop"),
+        sums=marks.sums.at[:, at].set(0.0, mode="drop"),
+        filled=marks.filled + n,
+    )
+
+
+def _with_sums(
+    spec: SlotSpec, marks: SlotMarks, rows: Inputs, observed: Observed, n: Array
+) -> SlotMarks:
+    """Marks with the first n tokens, and what their queries add to the sums of all."""
+    policy, tap, n_slots = spec.policy, spec.policy.observed_by, marks.pos.shape[1]
     n_tokens = rows[0].shape[0]
     index = jnp.arange(n_tokens, dtype=jnp.int32)
     counts = index < n
     if tap.horizon is not None:
-        counts &= slots.filled + index >= evicts_at(spec, slots) - tap.horizon
+        counts &= marks.filled + index >= evicts_at(spec, marks) - tap.horizon
     weight = jnp.where(counts, jnp.float32(tap.decay) ** (n - 1 - index).astype(jnp.float32), 0.0)
     added = real_numbers(policy.observe, observed, observed.probabilities.shape)
     added *= weight[None, None, :, None]
     joined = jnp.max if tap.greatest else jnp.sum
     added = joined(jnp.where(counts[None, None, :, None], added, 0.0), axis=(1, 2))
-    kept, old = _faded(spec, slots.sums, n), added[:, :n_slots]
+    kept, old = _faded(spec, marks.sums, n), added[:, :n_slots]
+    after = _with_marks(marks, rows[3], n)
+    at = jnp.where(index < n, marks.filled + index, n_slots)
     sums = jnp.maximum(kept, old) if tap.greatest else kept + old
-    after = head_slots.with_tokens(
-        dataclasses.replace(slots, sums=sums), rows[1], rows[2], rows[3], n
-    )
-    at = jnp.where(index < n, slots.filled + index, n_slots)
-    after = dataclasses.replace(
-        after, sums=after.sums.at[:, at].set(added[:, n_slots:], mode="drop")
-    )
-    if slots.queries is None:
+    after = dataclasses.replace(after, sums=sums.at[:, at].set(added[:, n_slots:], mode="drop"))
+    if marks.queries is None:
         return after
     # Queries of sinks say little of those to come.
     is_one = (index < n) & (rows[3] >= policy.n_sink)
     q = jnp.where(is_one[:, None, None], rows[4].astype(jnp.float32), 0.0)
-    sums = slots.queries
+    sums = marks.queries
     new = QuerySums(
         n=sums.n + jnp.sum(is_one.astype(jnp.float32)),
         q=sums.q + jnp.sum(q, axis=0),

@@ -10,6 +10,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Bool, Float, Int32, state
 from kvrt.kv_types import KeyDtype, KVDtype
@@ -51,12 +52,12 @@ class QuerySums:
 
 
 @state
-class HeadSlots:
-    """Tokens lie in the first `filled` slots of each head, ascending by position.
+class SlotMarks:
+    """What is known of the tokens in the slots of one state.
+
+    Tokens lie in the first `filled` slots of each head, ascending by position.
 
     Attributes:
-      k: keys, with RoPE applied at their positions, or unrotated with `close_up`. `[H, D, S]`
-      v: values. `[H, S, Dv]`
       pos: positions; -1 in the first slots of a head that has fewer tokens than others with which
         it shares a budget. `[H, S]`
       sums: what a policy's tap has summed up of each token. `[H, S]`
@@ -66,8 +67,6 @@ class HeadSlots:
         read. `[H, X]`
     """
 
-    k: KVArray
-    v: KVArray
     pos: Int32[Array, "H S"]
     sums: Float[Array, "H S"]
     filled: Int32[Array, ""]
@@ -80,90 +79,143 @@ class HeadSlots:
         return (jnp.arange(self.pos.shape[1])[None] < self.filled) & (self.pos >= 0)
 
 
+@state
+class HeadSlots:
+    """The slots of one of R states: its keys and values lie among those of all, and stay there.
+
+    Attributes:
+      k: keys, with RoPE applied at their positions, or unrotated with `close_up`. `[R, H, D, S]`
+      v: values. `[R, H, S, Dv]`
+      marks: of this state alone.
+      index: of the state; with R nothing is written.
+    """
+
+    k: KVArray
+    v: KVArray
+    marks: SlotMarks
+    index: Int32[Array, ""]
+
+
 def create(shape: SlotShape) -> HeadSlots:
-    """Slots of which none is taken.
+    """Slots of which none is taken, of the only state.
 
     Raises:
       BadConfig: a codec's groups do not fill a head.
     """
     h, s, q, d = shape.n_kv_heads, shape.n_slots, shape.n_q_heads, shape.dim_k
     sums = QuerySums(n=jnp.zeros(()), q=jnp.zeros((q, d)), qq=jnp.zeros((q, d, d)))
-    return HeadSlots(
-        k=zeros(shape.type_k, (h, shape.dim_k, s), 1),  # pyright: ignore[reportArgumentType]
-        v=zeros(shape.type_v, (h, s, shape.dim_v), 2),
+    marks = SlotMarks(
         pos=jnp.zeros((h, s), jnp.int32),
         sums=jnp.zeros((h, s), jnp.float32),
         filled=jnp.zeros((), jnp.int32),
         queries=sums if q else None,
         chosen=jnp.zeros((h, shape.n_chosen), jnp.int32) if shape.n_chosen else None,
     )
+    return HeadSlots(
+        k=zeros(shape.type_k, (1, h, shape.dim_k, s), 2),  # pyright: ignore[reportArgumentType]
+        v=zeros(shape.type_v, (1, h, s, shape.dim_v), 3),
+        marks=marks,
+        index=jnp.int32(0),
+    )
 
 
-def slot_keys(slots: HeadSlots) -> Float[Array, "H D S"]:
-    """Keys of all slots, in float32; those of free ones are anything finite."""
-    return decode(slots.k, -2)
+def some_keys(slots: HeadSlots, start: Int32[AnyArray, ""], size: int) -> Float[Array, "H D B"]:
+    """Keys of slots [start, start + size) in float32; those of free ones are anything finite."""
+    return decode(jax.tree.map(functools.partial(_some, slots, start, size, 3), slots.k), -2)
 
 
-def slot_values(slots: HeadSlots) -> Float[Array, "H S Dv"]:
+def some_values(slots: HeadSlots, start: Int32[AnyArray, ""], size: int) -> Float[Array, "H B Dv"]:
     """Values likewise."""
-    return decode(slots.v, -1)
+    return decode(jax.tree.map(functools.partial(_some, slots, start, size, 2), slots.v), -1)
+
+
+def _some(slots: HeadSlots, start: AnyArray, size: int, axis: int, x: Array) -> Array:
+    starts, sizes = [jnp.asarray(slots.index), *[jnp.int32(0)] * 3], [1, *x.shape[1:]]
+    starts[axis], sizes[axis] = jnp.asarray(start), size
+    return lax.dynamic_slice(x, starts, sizes)[0]
+
+
+def at_slots(slots: HeadSlots, index: Int32[Array, "H X"]) -> tuple[KVArray, KVArray]:
+    """Keys `[H, D, X]` and values `[H, X, Dv]` of some slots of each head, in their KV dtypes."""
+    heads = jnp.arange(index.shape[0], dtype=jnp.int32)[:, None]
+
+    def of_keys(x: Array) -> Array:
+        return jnp.transpose(x[slots.index, heads, :, index], (0, 2, 1))
+
+    return jax.tree.map(of_keys, slots.k), jax.tree.map(
+        lambda x: x[slots.index, heads, index], slots.v
+    )
 
 
 def with_tokens(
     slots: HeadSlots,
     k: Float[Array, "T H D"],
     v: Float[Array, "T H Dv"],
-    pos: Int32[Array, " T"],
-    n: Int32[Array, ""],
+    places: Int32[Array, " T"],
 ) -> HeadSlots:
-    """The slots with the first n tokens behind those that are taken; their sums are 0.
+    """The slots with keys and values of tokens; marks stay as they are.
 
     Args:
-      slots: with n free ones at least.
-      k: keys as they are kept; tokens from n on are anything.
+      slots: written in place, where nothing reads them afterwards; see `kvrt.store.kv.order_after`.
+      k: keys as they are kept.
       v: values.
-      pos: positions.
-      n: how many tokens come in.
+      places: slots of the tokens; beyond the last one nothing is written.
     """
-    n_slots, index = slots.pos.shape[1], jnp.arange(k.shape[0], dtype=jnp.int32)
-    # Beyond the last slot nothing is written.
-    at = jnp.where(index < n, slots.filled + index, n_slots)
 
     def put_keys(x: Array, new: Array) -> Array:
-        return x.at[:, :, at].set(jnp.transpose(new, (1, 2, 0)), mode="drop")
+        return x.at[slots.index, :, :, places].set(new, mode="drop")
 
     def put_values(x: Array, new: Array) -> Array:
-        return x.at[:, at].set(jnp.transpose(new, (1, 0, 2)), mode="drop")
+        return x.at[slots.index, :, places].set(new, mode="drop")
 
     return dataclasses.replace(
         slots,
         k=jax.tree.map(put_keys, slots.k, encode(k, slots.k, -1)),
         v=jax.tree.map(put_values, slots.v, encode(v, slots.v, -1)),
-        pos=slots.pos.at[:, at].set(pos[None], mode="drop"),
-        sums=slots.sums.at[:, at].set(0.0, mode="drop"),
-        filled=slots.filled + n,
     )
 
 
-def keep_only(slots: HeadSlots, index: Int32[Array, "H K"]) -> HeadSlots:
-    """The slots with K of them alone, each head its own, in the order of `index`."""
-    n, n_slots = index.shape[1], slots.pos.shape[1]
+def keep_only(slots: HeadSlots, index: Int32[Array, "H K"], n_at_once: int) -> HeadSlots:
+    """The slots with K of them alone, each head its own, in the order of `index`.
+
+    Args:
+      slots: written in place.
+      index: ascending, unless all are moved at once.
+      n_at_once: slots that are moved at once.
+    """
+    n, n_slots = index.shape[1], slots.marks.pos.shape[1]
     whole = jnp.pad(index, ((0, 0), (0, n_slots - n)))
+    n_at_once = min(n_at_once, n_slots)
 
-    def of_keys(x: Array) -> Array:
-        return jnp.take_along_axis(x, whole[:, None], axis=2)
+    def moved(i: AnyArray, slots: HeadSlots) -> HeadSlots:
+        # Slots only come from behind, and those before the first of the tile have been moved.
+        start = jnp.minimum(i * n_at_once, n_slots - n_at_once)
+        places = start + jnp.arange(n_at_once, dtype=jnp.int32)
+        of = lax.dynamic_slice_in_dim(whole, start, n_at_once, 1)
+        k, v = at_slots(slots, jnp.where(places < i * n_at_once, places, of))
 
-    def of_values(x: Array) -> Array:
-        return jnp.take_along_axis(x, whole[:, :, None], axis=1)
+        def put(axis: int, x: Array, new: Array) -> Array:
+            starts = [jnp.asarray(slots.index), *[jnp.int32(0)] * 3]
+            starts[axis] = start
+            return lax.dynamic_update_slice(x, new[None], starts)
 
+        return dataclasses.replace(
+            slots,
+            k=jax.tree.map(functools.partial(put, 3), slots.k, k),
+            v=jax.tree.map(functools.partial(put, 2), slots.v, v),
+        )
+
+    slots = lax.fori_loop(0, -(-n // n_at_once), moved, slots)
+    marks = slots.marks
     return dataclasses.replace(
         slots,
-        k=jax.tree.map(of_keys, slots.k),
-        v=jax.tree.map(of_values, slots.v),
-        pos=jnp.take_along_axis(slots.pos, whole, axis=1),
-        sums=jnp.take_along_axis(slots.sums, whole, axis=1),
-        filled=jnp.full((), n, jnp.int32),
-        chosen=None if slots.chosen is None else _moved(slots.chosen, index, n_slots),
+        marks=SlotMarks(
+            pos=jnp.take_along_axis(marks.pos, whole, axis=1),
+            sums=jnp.take_along_axis(marks.sums, whole, axis=1),
+            filled=jnp.full((), n, jnp.int32),
+            queries=marks.queries,
+            chosen=None if marks.chosen is None else _moved(marks.chosen, index, n_slots),
+        ),
     )
 
 
@@ -181,15 +233,15 @@ def _moved(
 def resized(slots: HeadSlots, n: int) -> HeadSlots:
     """The slots with n of them a head: free ones more or fewer."""
 
-    def to(x: AnyArray, axis: int) -> AnyArray:
+    def to(axis: int, x: AnyArray) -> AnyArray:
         more = [(0, 0)] * x.ndim
         more[axis] = (0, max(n - x.shape[axis], 0))
         return jnp.pad(jnp.asarray(x), more)[(slice(None),) * axis + (slice(n),)]
 
+    pos, sums = to(1, slots.marks.pos), to(1, slots.marks.sums)
     return dataclasses.replace(
         slots,
-        k=jax.tree.map(lambda x: to(x, 2), slots.k),
-        v=jax.tree.map(lambda x: to(x, 1), slots.v),
-        pos=to(slots.pos, 1),
-        sums=to(slots.sums, 1),
+        k=jax.tree.map(functools.partial(to, 3), slots.k),
+        v=jax.tree.map(functools.partial(to, 2), slots.v),
+        marks=dataclasses.replace(slots.marks, pos=pos, sums=sums),
     )

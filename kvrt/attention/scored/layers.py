@@ -12,7 +12,7 @@ import numpy as np
 
 from kvrt.attention.scored.policy import ScoredPolicy
 from kvrt.attention.scored.spec import SlotSpec
-from kvrt.attention.scored.split import divided_recurrence, state_shapes
+from kvrt.attention.scored.split import divided_recurrence, layer_shapes
 from kvrt.config import GroupSpec, RecurrentSpec
 from kvrt.errors import BadConfig
 from kvrt.files.class_source import class_identity
@@ -154,7 +154,8 @@ def _check_scores(spec: SlotSpec) -> None:
     rows = [jax.ShapeDtypeStruct((n_tokens, *x), np.float32) for x in heads]
     pos, n = (jax.ShapeDtypeStruct(shape, np.int32) for shape in ((n_tokens,), ()))
     inputs = (*rows[:3], pos, *(rows[3:] if spec.n_q_heads else ()))
-    jax.eval_shape(divided_recurrence(spec, None)[1].run, tuple(state_shapes(spec)), inputs, n)
+    tables = tuple(jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for x in layer_shapes(spec))
+    jax.eval_shape(divided_recurrence(spec, None)[1], tables, n, inputs, n)
 
 
 def _with_states(recurrent: RecurrentSpec | None, scored: Sequence[ScoredGroup]) -> RecurrentSpec:
@@ -167,4 +168,4 @@ def _with_states(recurrent: RecurrentSpec | None, scored: Sequence[ScoredGroup])
 
 
 def _arrays(slots: SlotSpec) -> tuple[StateArray, ...]:
-    return tuple(StateArray(shape=x.shape, dtype=x.dtype.name) for x in state_shapes(slots))
+    return tuple(StateArray(shape=x.shape, dtype=x.dtype.name) for x in layer_shapes(slots))

@@ -81,20 +81,51 @@ def empty_slots(spec: SlotSpec) -> HeadSlots:
     return head_slots.create(shape)
 
 
-def slots_of(spec: SlotSpec, arrays: tuple[AnyArray, ...]) -> HeadSlots:
-    """Slots of the arrays of a state."""
-    return jax.tree.unflatten(_structure(spec), arrays)
+def slots_of(
+    spec: SlotSpec, tables: tuple[AnyArray, ...], index: Int32[Array, ""] | int = 0
+) -> HeadSlots:
+    """Slots of one of the states that tables have."""
+    k, v, marks = jax.tree.unflatten(_structure(spec), tables)
+    marks = jax.tree.map(lambda x: x[index], marks)
+    return HeadSlots(k=k, v=v, marks=marks, index=jnp.asarray(index))
 
 
-def compared_keys(spec: SlotSpec, slots: HeadSlots) -> Float[Array, "H D S"]:
-    """Keys of all slots with RoPE applied, in float32; those of free ones are anything finite."""
-    keys = head_slots.slot_keys(slots)
+def tables_of(slots: HeadSlots, tables: tuple[AnyArray, ...] = ()) -> tuple[Any, ...]:
+    """The tables that have these slots of one state; without others, of it alone."""
+    kv, marks = jax.tree.leaves((slots.k, slots.v)), jax.tree.leaves(slots.marks)
+    if not tables:
+        return (*kv, *(x[None] for x in marks))
+    pairs = zip(tables[len(kv) :], marks, strict=True)
+    return (*kv, *(jnp.asarray(t).at[slots.index].set(x, mode="drop") for t, x in pairs))
+
+
+def compared_keys(
+    spec: SlotSpec, slots: HeadSlots, start: Int32[AnyArray, ""] | int = 0, size: int | None = None
+) -> Float[Array, "H D B"]:
+    """Keys of `size` slots with RoPE applied, in float32; those of free ones are anything finite.
+
+    Args:
+      spec: of the layer.
+      slots: of a state.
+      start: first slot.
+      size: slots; None is all.
+    """
+    size = slots.marks.pos.shape[1] if size is None else size
+    keys = head_slots.some_keys(slots, jnp.asarray(start), size)
     if spec.by_place is None:
         return keys
-    cos, sin = spec.tables(jnp.arange(keys.shape[2], dtype=jnp.int32))
+    cos, sin = spec.tables(jnp.asarray(start) + jnp.arange(size, dtype=jnp.int32))
     return rope.rotate_block(keys, cos.T, sin.T, spec.by_place.layout)
 
 
 @functools.cache
+def state_shapes(spec: SlotSpec) -> list[jax.ShapeDtypeStruct]:
+    """Shapes of the arrays of a state."""
+    found = jax.eval_shape(lambda: tables_of(empty_slots(spec)))
+    return [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in found]
+
+
+@functools.cache
 def _structure(spec: SlotSpec) -> Any:
-    return jax.tree.structure(jax.eval_shape(lambda: empty_slots(spec)))
+    slots = jax.eval_shape(lambda: empty_slots(spec))
+    return jax.tree.structure((slots.k, slots.v, slots.marks))

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 
 from kvrt.arrays import AnyArray, Array, Bool, Int32
 from kvrt.attention import rope
+from kvrt.attention.contract import Inputs
+from kvrt.attention.scored.attend import CHUNK, Scored
 from kvrt.attention.scored.layers import ScoredGroup
 from kvrt.attention.scored.spec import SlotSpec
 from kvrt.attention.scored.split import divided_recurrence
@@ -17,6 +19,7 @@ from kvrt.errors import BadConfig
 from kvrt.kv_types import CODECS
 from kvrt.options.cache import CacheConfig
 from kvrt.store import hadamard
+from kvrt.store.recurrent import InPlace, advance_chunks, of_one_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,11 +77,20 @@ class ScoredStep(StepAttention):
 
         if group.temperature:
             q = tempered(q, pos, group.temperature)
-        step, chunk = divided_recurrence(here.slots, sinks)
         rows = compared(q), compared(k), v, pos
         rows = (*rows, plain) if here.slots.n_q_heads else rows
-        out, self.n_nan[layer] = self.recur(layer, step, rows, chunk=chunk)
+        out, self.n_nan[layer] = self._recurred(layer, divided_recurrence(here.slots, sinks), rows)
         return hadamard.transform(out, n_v) if n_v else out
+
+    def _recurred(self, layer: int, forms: tuple[InPlace, InPlace], rows: Inputs) -> Scored:
+        """Outputs by token; the slots are written in place unless tokens may yet be refused."""
+        at, (one, many) = self.state_index, forms
+        assert at is not None, "slots are states"
+        if self.apart is not None:
+            return self.recur(layer, of_one_state(one), rows)
+        args = self.states[layer], at, one, (many, CHUNK), rows
+        self.states[layer], out = advance_chunks(*args, in_place=True)
+        return out
 
 
 def scored_step(
