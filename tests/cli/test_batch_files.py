@@ -4,13 +4,14 @@ import json
 import os
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 from hypothesis import given, settings
 
 from kvrt import Sampling
 from kvrt.cli.batch import requests as batch_in
 from kvrt.cli.batch.requests import _KEYS, Parser, Requests, Wrong
-from kvrt.cli.batch.results import Results
+from kvrt.cli.batch.results import Result, Results
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.errors import KvrtError, UsageError
 from kvrt.serving.request import Request
@@ -248,8 +249,8 @@ N = {"a": 1, "b": 2, "c": 1}
 
 
 def result(name, sample=None, **more):
-    fields = {"id": name} | ({} if sample is None else {"sample": sample})
-    return fields | {"tokens": [1], "text": "x", "finish_reason": "stop", "n_cached": 0} | more
+    fields = {"tokens": [1], "text": "x", "finish_reason": "stop", "n_cached": 0} | more
+    return Result(id=name, sample=sample, **fields)
 
 
 @pytest.fixture
@@ -271,7 +272,7 @@ def out(tmp_path):
 
 
 def lines(*records) -> bytes:
-    return b"".join(json.dumps(r).encode() + b"\n" for r in records)
+    return b"".join(json.dumps(msgspec.to_builtins(r)).encode() + b"\n" for r in records)
 
 
 A, B = lines(result("a")), lines(result("b", 0), result("b", 1))

@@ -17,7 +17,9 @@ import os
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import msgspec
 
 from kvrt.cli.batch.digest import Basis
 from kvrt.cli.batch.requests import MAX_LINE_BYTES, Id
@@ -25,6 +27,9 @@ from kvrt.cli.process import output
 from kvrt.errors import KvrtError, UsageError, reason
 from kvrt.files import atomic, locks
 from kvrt.files.typed_json import shown_json
+
+if TYPE_CHECKING:
+    from kvrt.cli.report.summary import Approximation
 
 BEGIN = b'{"id": '  # of every line of results
 _END = b'"n_cached": '  # stands near the end of one
@@ -46,7 +51,71 @@ _ANEW = {
 }
 _MAX_BYTES = 4 * MAX_LINE_BYTES
 _MODE = 0o600  # texts tell what the prompts were
-Record = dict[str, Any]
+
+
+class Result(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A line of the results, as JSON has it; a field that says nothing is left out.
+
+    Attributes:
+      id: of its request; None of a line that is no request and has none.
+      sample: which of several; likewise fields that only some results have.
+      line: its number, where it is no request.
+      seed: a random one, so that the text can be had again.
+      n_chunks: chunks before it, blended by `ratio` and `check_layer`; `n_reused` tokens of them.
+      approximations: why it is not the answer of the whole text; then it is `approximate`.
+      digest: a `Basis`, as text.
+    """
+
+    id: Id | None
+    sample: int | None = None
+    tokens: Sequence[int]
+    text: str
+    finish_reason: str
+    n_cached: int
+    line: int | None = None
+    error: str | None = None
+    seed: int | None = None
+    n_dropped: int = 0
+    score: float | None = None
+    n_chunks: int | None = None
+    ratio: float | None = None
+    check_layer: int | None = None
+    n_reused: int | None = None
+    approximate: bool = False
+    approximations: "list[Approximation]" = []
+    digest: str | None = None
+
+
+def failed(id: Id | None, error: str, *, line: int | None = None) -> Result:
+    """The line of a request that could not be served; with its number where it is none."""
+    return Result(
+        id=id, tokens=(), text="", finish_reason="error", n_cached=0, line=line, error=error
+    )
+
+
+class Held(msgspec.Struct, kw_only=True):
+    """What counts of a result that is there already; anything may stand in it."""
+
+    id: Any
+    finish_reason: Any
+    line: Any = None
+    error: Any = None
+    digest: Any = None
+
+    @property
+    def is_of_line(self) -> bool:
+        """Whether it says of a line, by its number, that it is no request."""
+        return type(self.line) is int and self.error is not None
+
+    @classmethod
+    def parse(cls, data: bytes) -> "Held":
+        """A line of results; raises ValueError for anything else."""
+        try:
+            return msgspec.convert(json.loads(data), cls)
+        except msgspec.ValidationError as error:
+            raise ValueError("it is no result") from error
+        except (ValueError, RecursionError) as error:
+            raise ValueError("it is no JSON") from error
 
 
 def is_torn_write(data: bytes, *, n_lines: int, follows_results: bool) -> bool:
@@ -86,15 +155,15 @@ class Expected:
     restart: bool
     tell: Callable[[str], None]
 
-    def why_not(self, record: Mapping[str, Any]) -> str | None:
+    def why_not(self, result: Held) -> str | None:
         """Why a result does not stand; None if it does."""
-        if type(record.get("line")) is int and "error" in record:
-            return None if self.bad.get(record["line"]) == record["error"] else "line"
-        name = record["id"]
+        if result.is_of_line:
+            return None if self.bad.get(result.line) == result.error else "line"
+        name = result.id
         # A JSON true would pass for the integer 1.
         if type(name) not in (str, int) or name not in self.digests:
             return "gone"
-        old, new = Basis.parse(record.get("digest")), Basis.parse(self.digests[name])
+        old, new = Basis.parse(result.digest), Basis.parse(self.digests[name])
         assert new is not None, "digests of requests are well formed"
         if old is None:
             return "older"
@@ -104,7 +173,7 @@ class Expected:
             return "flags"
         if old.request != new.request:
             return "changed" if old.line != new.line else "flags"
-        return "limits" if "error" in record and old.limits != new.limits else None
+        return "limits" if result.error is not None and old.limits != new.limits else None
 
 
 def settle_results(path: str, fd: int, expected: Expected, max_bytes: int) -> int:
@@ -159,38 +228,27 @@ def _scan(
     start = 0
     while data := file.readline(max_bytes):
         end = start + len(data)
-        record = _whole_result(data)
-        if record is None:
+        result = _whole_result(data)
+        if result is None:
             end = os.fstat(file.fileno()).st_size  # all the rest
-        why = None if record is None else expected.why_not(record)
-        if why is not None and record is not None:
-            name = record["line"] if why == "line" else json.dumps(record["id"])
+        why = None if result is None else expected.why_not(result)
+        if why is not None and result is not None:
+            name = result.line if why == "line" else json.dumps(result.id)
             dropped.setdefault(why, {})[name] = None
         elif kept and kept[-1][1] == start:
             kept[-1] = (kept[-1][0], end)
         else:
             kept.append((start, end))
         start = end
-        if record is None:
+        if result is None:
             break
     return kept, {why: list(ids) for why, ids in dropped.items()}
 
 
-def _result(data: bytes) -> Record:
-    """A line of results; raises ValueError for anything else."""
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ValueError("it is no JSON") from error
-    if not isinstance(found, dict) or not {"id", "finish_reason"} <= set(found):
-        raise ValueError("it is no result")
-    return found
-
-
-def _whole_result(data: bytes) -> Record | None:
+def _whole_result(data: bytes) -> Held | None:
     """A result; None of anything else, and of what was torn."""
     try:
-        return _result(data) if data.endswith(b"\n") else None
+        return Held.parse(data) if data.endswith(b"\n") else None
     except ValueError:
         return None
 
@@ -226,26 +284,6 @@ def _listed(ids: Mapping[str, list[Any]], whys: Mapping[str, str]) -> str:
         count = "1 result" if len(names) == 1 else f"{len(names):,} results"
         said.append(f"{count} {whys[why]} ({shown}{more})")
     return ", ".join(said)
-
-
-def finished(
-    id: Id, tokens: Sequence[int], text: str, reason: str, n_cached: int, *, sample: int | None
-) -> Record:
-    """A line of the results; `sample` only where there are several."""
-    return {
-        "id": id,
-        **({} if sample is None else {"sample": sample}),
-        "tokens": list(tokens),
-        "text": text,
-        "finish_reason": reason,
-        "n_cached": n_cached,
-    }
-
-
-def failed(id: Id | None, error: str, *, line: int | None = None) -> Record:
-    """The line of a request that could not be served; with its number where it is none."""
-    record = finished(id or "", (), "", "error", 0, sample=None) | {"id": id}
-    return record | ({} if line is None else {"line": line}) | {"error": error}
 
 
 class Results:
@@ -290,19 +328,22 @@ class Results:
                 self.close()
                 raise
 
-    def write(self, records: Sequence[Record]) -> None:
-        """Adds the lines of one request.
+    def write(self, results: Sequence[Result]) -> None:
+        """Adds the lines of one request, each with what it was computed with.
 
         Raises:
           KvrtError: there is no room; the file can be resumed.
         """
-        records = [self._signed(r) for r in records]
-        text = "".join(json.dumps(r, allow_nan=False) + "\n" for r in records)
+        for result in results:
+            if result.line is None:
+                result.digest = self._digests.get(result.id)
+        lines = map(msgspec.to_builtins, results)
+        text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
         if self._fd is None:
             output.write_text(text)
         else:
             self._write(self._fd, text.encode())
-        self._note(records)
+        self._note(results[0])
 
     def close(self) -> None:
         """Closes the file, which lets another process write it."""
@@ -310,11 +351,6 @@ class Results:
             os.close(self._fd)
             self._fd = -1
             self._unlock()
-
-    def _signed(self, record: Record) -> Record:
-        """A line with what its result was computed with."""
-        of_request = "line" not in record and record["id"] in self._digests
-        return record | ({"digest": self._digests[record["id"]]} if of_request else {})
 
     def _open(self, path: str) -> int:
         try:
@@ -357,12 +393,13 @@ class Results:
                 if b"\0" in data or not data.endswith(b"\n"):
                     self._check_torn(line, data, file.read(_MAX_BYTES), bool(whole))
                     break
-                record = self._parse(line, data)
-                if n_seen and record["id"] != of:
+                result = self._parse(line, data)
+                if n_seen and result.id != of:
                     raise self._foreign(line, f"request {shown_json(of)} before it is not whole")
-                of, n_seen, end = record["id"], n_seen + 1, end + len(data)
-                if n_seen == self._lines_of(record):
-                    self._note([record])
+                of, n_seen, end = result.id, n_seen + 1, end + len(data)
+                # One line a sample, and one alone for an error.
+                if n_seen == (1 if result.error is not None else self._n_samples[result.id]):
+                    self._note(result)
                     n_seen, whole = 0, end
         self.n_cut = os.fstat(fd).st_size - whole
         if self.n_cut:
@@ -386,31 +423,29 @@ class Results:
                 return
         raise self._foreign(line, "it is no result")
 
-    def _parse(self, line: int, data: bytes) -> Record:
+    def _parse(self, line: int, data: bytes) -> Held:
         try:
-            record = _result(data)
+            result = Held.parse(data)
         except ValueError as error:
             raise self._foreign(line, str(error)) from error
-        name = record["id"]
-        if type(record.get("line")) is int and "error" in record:
-            return record
+        name = result.id
+        if result.is_of_line:
+            return result
         # A JSON true would pass for the integer 1.
         if type(name) not in (str, int) or name not in self._n_samples:
             raise self._foreign(line, f"it is of request {shown_json(name)}, which -i has not")
         if name in self.done:
             raise self._foreign(line, f"request {shown_json(name)} is there already")
-        return record
+        return result
 
-    def _lines_of(self, record: Record) -> int:
-        """Lines of the request: one a sample, and one alone for an error."""
-        return 1 if "error" in record else self._n_samples[record["id"]]
-
-    def _note(self, records: Sequence[Record]) -> None:
-        self.n_failed += any("error" in r for r in records)
-        if "line" in records[0]:
-            self.reported.add(records[0]["line"])
+    def _note(self, result: Result | Held) -> None:
+        """Takes note of a request by its last line, or by any: an error is its only one."""
+        self.n_failed += result.error is not None
+        if result.line is not None:
+            self.reported.add(result.line)
         else:
-            self.done.add(records[0]["id"])
+            assert result.id is not None
+            self.done.add(result.id)
 
     def _foreign(self, line: int, why: str) -> UsageError:
         return UsageError(

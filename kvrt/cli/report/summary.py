@@ -8,8 +8,9 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
 import numpy as np
 
 from kvrt import Stats, kv_types
@@ -55,29 +56,21 @@ _SAID = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Approximation:
-    """One reason why an answer is not that of the whole text.
+class Approximation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One reason why an answer is not that of the whole text, as JSON has it.
 
     Attributes:
       by: a policy or a kind of sparse reads as flags name it, or what was reused.
       from_token: the first token, counted from 0 through prompt and answer, that was computed
         without the whole text before it.
       n_dropped: tokens that a policy by position dropped.
-      states: whether states of recurrent layers have those all the same.
+      on_states: "keep" where states of recurrent layers have those all the same.
     """
 
     by: str
     from_token: int
     n_dropped: int = 0
-    states: bool = False
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """The JSON object."""
-        dropped = {"n_dropped": self.n_dropped} if self.n_dropped else {}
-        kept = {"on_states": "keep"} if self.states else {}
-        return {"by": self.by, "from_token": self.from_token, **dropped, **kept}
+    on_states: Literal["keep"] | None = None
 
     @property
     def line(self) -> str:
@@ -85,7 +78,7 @@ class Approximation:
         said = _SAID.get(self.by, "each kv head keeps some tokens")
         if self.n_dropped:
             said = f"{self.n_dropped:,} older tokens were dropped"
-            said += ", recurrent states keep them" if self.states else ""
+            said += ", recurrent states keep them" if self.on_states else ""
         return f"approximate from token {self.from_token:,} on: {said} ({self.by})"
 
 
@@ -141,11 +134,6 @@ def approximations(
         first = max(counts.n_prompt, select.n_cells + 1)
         found.append(Approximation(by=select.name, from_token=first))
     return sorted((x for x in found if x.from_token < n), key=lambda x: x.from_token)
-
-
-def exactness_fields(found: Sequence[Approximation]) -> dict[str, Any]:
-    """The JSON fields that say so."""
-    return {"approximate": bool(found), "approximations": [x.fields for x in found]}
 
 
 def exactness_lines(found: Sequence[Approximation]) -> list[str]:
@@ -370,7 +358,9 @@ def outcome_json(
         "decode_tps": outcome.decode_tps,
         "rss_bytes": rss_bytes(),
     }
-    fields |= _where_used(stats) | exactness_fields(outcome.approximations)
+    fields |= _where_used(stats)
+    fields["approximate"] = bool(outcome.approximations)
+    fields["approximations"] = msgspec.to_builtins(outcome.approximations)
     if stats.select:
         n_read, n_cached = cells_read(outcome, stats.select)
         fields |= {"select": stats.select.name, "n_read": n_read, "n_cached": n_cached}

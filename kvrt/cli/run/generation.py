@@ -204,7 +204,7 @@ class Generation:
                 by=first.policy,
                 from_token=first.n_past,
                 n_dropped=stats.n_dropped,
-                states=self._runtime.config.on_states == "keep",
+                on_states="keep" if self._runtime.config.on_states == "keep" else None,
             )
         counts = AnswerCounts(
             n_prompt=len(reading.ids),
