@@ -13,7 +13,14 @@ import jax
 from kvrt import LayerSkip, PromptLookup, Sampling, Speculation
 from kvrt.attention.scored.layers import LayerKinds, by_kind
 from kvrt.cache import checks
-from kvrt.cli.flags.evaluate import UNTIL_FULL, EvalFlags, LengthFlags, RunOptions, WriteFlags
+from kvrt.cli.flags.evaluate import (
+    UNTIL_FULL,
+    DraftFlags,
+    EvalFlags,
+    LengthFlags,
+    RunOptions,
+    WriteFlags,
+)
 from kvrt.cli.flags.groups import BY_POSITION, SelectFlags
 from kvrt.cli.flags.serving import BatchOptions, BlockFlags, DoctorOptions, FitOptions
 from kvrt.cli.flags.session_files import ChunkFlags
@@ -179,7 +186,7 @@ def speculation(
     options: LengthFlags, drafter: Drafter | LayerSkip | None = None
 ) -> Speculation | None:
     """Drafts that are verified, as the flags ask for them; what drafts may still be opened."""
-    if not isinstance(options, RunOptions) or options.draft is None:
+    if not isinstance(options, DraftFlags) or options.draft is None:
         return None
     found = drafter or named_drafter(options.draft) or PromptLookup()
     return Speculation(drafter=found, n_draft=options.n_draft)
