@@ -38,6 +38,11 @@ _REASONS = {
     "interrupted": "interrupted",
     "bad_logits": "logits are not finite",
 }
+# Fields of a run and of its runtime's counters that its JSON has by their own names.
+_ANSWER = ("n_prompt", "tokens", "text", "finish_reason", "seed")
+_COUNTERS = ("n_ctx", "n_kv", "cells_used", "n_shift", "n_dropped", "n_defrag", "programs")
+_COUNTERS += ("n_compiles", "n_from_disk", "compile_s")
+_TIMES = ("prefill_s", "decode_s", "prefill_tps", "decode_tps")
 # Why a context checkpoint is there no more, by the reason of a `LostCheckpoint`.
 _LOST = {
     "evicted": "evicted for newer ones",
@@ -332,32 +337,13 @@ def outcome_json(
     """One JSON object, `more` its last fields; a rate of no tokens is null."""
     stats = outcome.stats
     fields: dict[str, Any] = {} if question is None else {"question": question}
-    fields |= {
-        "model": outcome.model,
-        "weights": outcome.dtype,
-        "n_prompt": outcome.n_prompt,
-        "tokens": list(outcome.tokens),
-        "text": outcome.text,
-        "finish_reason": outcome.finish_reason,
-        "seed": outcome.seed,
-        "n_ctx": stats.n_ctx,
-        "n_kv": stats.n_kv,
-        "cells_used": stats.cells_used,
-        "n_shift": stats.n_shift,
-        "n_dropped": stats.n_dropped,
-        "n_defrag": stats.n_defrag,
-        "programs": stats.programs,
-        "n_compiles": stats.n_compiles,
-        "n_from_disk": stats.n_from_disk,
-        "compile_s": stats.compile_s,
-        "attention": dataclasses.asdict(stats.attention),
-        **{"type_k": stats.type_k, "type_v": stats.type_v},
-        "prefill_s": outcome.prefill_s,
-        "decode_s": outcome.decode_s,
-        "prefill_tps": outcome.prefill_tps,
-        "decode_tps": outcome.decode_tps,
-        "rss_bytes": rss_bytes(),
-    }
+    fields |= {"model": outcome.model, "weights": outcome.dtype}
+    fields |= {name: getattr(outcome, name) for name in _ANSWER}
+    fields |= {name: getattr(stats, name) for name in _COUNTERS}
+    fields["attention"] = dataclasses.asdict(stats.attention)
+    fields |= {"type_k": stats.type_k, "type_v": stats.type_v}
+    fields |= {name: getattr(outcome, name) for name in _TIMES}
+    fields["rss_bytes"] = rss_bytes()
     fields |= _where_used(stats)
     fields["approximate"] = bool(outcome.approximations)
     fields["approximations"] = msgspec.to_builtins(outcome.approximations)
