@@ -10,7 +10,6 @@ from pathlib import Path
 from kvrt import DraftModel, Runtime
 from kvrt.cli.batch import progress, together
 from kvrt.cli.batch.chunks import RequestChunks
-from kvrt.cli.batch.progress import passed_over
 from kvrt.cli.batch.requests import RequestEntry, Requests
 from kvrt.cli.batch.results import Results
 from kvrt.cli.batch.server import AnswerLimits, Compression, Server
@@ -206,9 +205,8 @@ class BatchRun:
             ]
             lines += self._prefixes.said() if self._prefixes else []
             if options.session_dir is not None:
-                lines.append(progress.from_sessions(stats, options.session_dir))
-                others = passed_over(Path(options.session_dir), self._engine.fingerprint)
-                lines += [others] if others else []
+                folder = Path(options.session_dir)
+                lines += progress.session_lines(stats, folder, self._engine.fingerprint)
             output.note("\n".join(lines))
         if options.stats:
             output.note(progress.metrics_table(stats).rstrip("\n"))

@@ -144,12 +144,6 @@ def batch_summary(
     return lines
 
 
-def from_sessions(stats: EngineStats, folder: str) -> str:
-    """The line that says what requests began from a folder of sessions."""
-    n, asked = stats.prefix["session"], stats.prefix["asked"]
-    return f"sessions   {n:,} of {asked:,} prompt tokens were loaded from those in {folder}"
-
-
 def _upkeep(stats: EngineStats) -> Iterator[str]:
     """What policies have dropped and what shortage has cost, where there was any."""
     if n := stats.drops.get("tokens", 0):
@@ -169,15 +163,19 @@ def _upkeep(stats: EngineStats) -> Iterator[str]:
         yield f"{name:<10} {show_size(tier.n_bytes)}{events and ', '}{events}"
 
 
-def passed_over(folder: Path, here: Fingerprint) -> str | None:
-    """A line of a summary; None where all sessions of the folder serve, or are of other models.
+def session_lines(stats: EngineStats, folder: Path, here: Fingerprint) -> Iterator[str]:
+    """What requests began from a folder of sessions, and which of its sessions were passed over.
 
-    Weights of another type have another digest, which does not say whether they are this model's.
+    Of these there is a line where some are of this model. Weights of another type have another
+    digest, which does not say whether they are this model's.
 
     Args:
+      stats: of the engine.
       folder: with an index.
       here: the fingerprint of the engine.
     """
+    n, asked = stats.prefix["session"], stats.prefix["asked"]
+    yield f"sessions   {n:,} of {asked:,} prompt tokens were loaded from those in {folder}"
     found: Counter[str] = Counter()
     flags: dict[str, str | None] = {fingerprint.digest(here): None}
     # Sessions with one digest have one fingerprint, so few are opened.
@@ -187,12 +185,12 @@ def passed_over(folder: Path, here: Fingerprint) -> str | None:
         if flag := flags.get(entry.fingerprint):
             found[flag] += 1
     if not found:
-        return None
+        return
     shown = "; ".join(f"{n:,} with {flag}" for flag, n in found.most_common(_SHOWN))
     more = f"; {len(found) - _SHOWN:,} more settings" if len(found) > _SHOWN else ""
     n = found.total()
     were = "session there was" if n == 1 else "sessions there were"
-    return f"{'':11}{n:,} {were} passed over; of this model they serve {shown}{more}"
+    yield f"{'':11}{n:,} {were} passed over; of this model they serve {shown}{more}"
 
 
 def _entries(folder: Path) -> tuple[Entry, ...]:

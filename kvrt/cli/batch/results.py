@@ -118,7 +118,7 @@ class Held(msgspec.Struct, kw_only=True):
             raise ValueError("it is no JSON") from error
 
 
-def is_torn_write(data: bytes, *, n_lines: int, follows_results: bool) -> bool:
+def _is_torn_write(data: bytes, *, n_lines: int, follows_results: bool) -> bool:
     """Whether bytes up to the end of a file are a torn write of ours, and no one else's file.
 
     Args:
@@ -130,11 +130,11 @@ def is_torn_write(data: bytes, *, n_lines: int, follows_results: bool) -> bool:
         return False
     text = data.replace(b"\0", b"")
     if not data.startswith(b"\0"):
-        return begins_like_a_line(data.partition(b"\0")[0])
+        return _begins_like_a_line(data.partition(b"\0")[0])
     return follows_results or not text or BEGIN in text or _END in text
 
 
-def begins_like_a_line(data: bytes) -> bool:
+def _begins_like_a_line(data: bytes) -> bool:
     """Whether bytes begin like a line of results, as far as they go."""
     return data.startswith(BEGIN) or BEGIN.startswith(data)
 
@@ -176,14 +176,14 @@ class Expected:
         return "limits" if result.error is not None and old.limits != new.limits else None
 
 
-def settle_results(path: str, fd: int, expected: Expected, max_bytes: int) -> int:
+def settle_results(path: str, fd: int, expected: Expected) -> int:
     """Takes results that do not stand out of a locked file; the descriptor to resume with.
 
     Args:
       path: of the file.
       fd: its descriptor, which is closed if this raises.
-      expected: what results have to be of.
-      max_bytes: of a line. What is longer, torn or no result is left for others to judge.
+      expected: what results have to be of. A line that is too long, torn or no result is left for
+        others to judge.
 
     Raises:
       UsageError: some would have to be refused; the file is as it was.
@@ -193,7 +193,7 @@ def settle_results(path: str, fd: int, expected: Expected, max_bytes: int) -> in
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             return fd
         with open(fd, "rb", closefd=False) as file:
-            kept, dropped = _scan(file, expected, max_bytes)
+            kept, dropped = _scan(file, expected)
             real = Path(path).resolve()
             former = next(p for p in atomic.backup_names(real) if not os.path.lexists(p))
             refused = {why: ids for why, ids in dropped.items() if why in _REFUSED}
@@ -219,14 +219,12 @@ def settle_results(path: str, fd: int, expected: Expected, max_bytes: int) -> in
     return -1
 
 
-def _scan(
-    file: BinaryIO, expected: Expected, max_bytes: int
-) -> tuple[list[tuple[int, int]], dict[str, list[Any]]]:
+def _scan(file: BinaryIO, expected: Expected) -> tuple[list[tuple[int, int]], dict[str, list[Any]]]:
     """Stretches of bytes to keep, and by the reason the ids of what does not stand."""
     kept: list[tuple[int, int]] = []
     dropped: dict[str, dict[Any, None]] = {}
     start = 0
-    while data := file.readline(max_bytes):
+    while data := file.readline(_MAX_BYTES):
         end = start + len(data)
         result = _whole_result(data)
         if result is None:
@@ -314,7 +312,7 @@ class Results:
         self._digests = expected.digests if expected else {}
         self._fd = None if path == "-" else self._open(path)
         if self._fd is not None and expected is not None:
-            fd = settle_results(path, self._fd, expected, _MAX_BYTES)
+            fd = settle_results(path, self._fd, expected)
             # Where results were taken out, another file stands there.
             self._fd = fd if fd >= 0 else self._open(path)
         self._is_file = self._fd is not None and stat.S_ISREG(os.fstat(self._fd).st_mode)
@@ -410,11 +408,11 @@ class Results:
     def _check_torn(self, line: int, data: bytes, rest: bytes, follows_results: bool) -> None:
         """Refuses an end that no interruption of ours has left."""
         n_lines = max(self._n_samples.values(), default=1)
-        if len(rest) < _MAX_BYTES and is_torn_write(
+        if len(rest) < _MAX_BYTES and _is_torn_write(
             data + rest, n_lines=n_lines, follows_results=follows_results
         ):
             return
-        if len(data) < _MAX_BYTES and begins_like_a_line(data) and b"\0" not in data:
+        if len(data) < _MAX_BYTES and _begins_like_a_line(data) and b"\0" not in data:
             try:
                 record = json.loads(data)
             except (ValueError, RecursionError):

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import jax
@@ -179,9 +179,9 @@ class Server:
         if results:
             del self._live[output.id]
         # What ended by a stop text, or with another sample, need not be computed any more.
-        for sample in live.left() if results else live.stopped(output.sample):
+        for sample, why in live.needless(None if results else output.sample):
             with contextlib.suppress(BadRequest):
-                self._engine.cancel(output.id, sample, reason=live.why_cancelled(sample))
+                self._engine.cancel(output.id, sample, reason=why)
         if results:
             self.counts.approximate.update({x.by for r in results for x in r.approximations})
             self._write(results)
@@ -245,18 +245,14 @@ class _Live:
         is_random = asked.options.seed == RANDOM and request.sampling.temp > 0
         self._seed = request.sampling.seed if is_random else None
 
-    def left(self) -> list[int]:
-        """Samples that the engine still serves."""
-        return [i for i, s in enumerate(self._samples) if not s.ended]
+    def needless(self, of: int | None) -> Iterator[tuple[int, Literal["cancelled", "stop"]]]:
+        """Samples that the engine still serves, and why it is to end them.
 
-    def stopped(self, sample: int) -> list[int]:
-        """A sample that has a reason to end while the engine still serves it; or none."""
-        s = self._samples[sample]
-        return [sample] if s.reason is not None and not s.ended else []
-
-    def why_cancelled(self, sample: int) -> Literal["cancelled", "stop"]:
-        """Why the engine is to end a sample: a stop text, or the failure of another sample."""
-        return "cancelled" if self._samples[sample].reason is None else "stop"
+        Sample `of` alone if a stop text has ended it; all of them for None, where one has failed.
+        """
+        for i, s in enumerate(self._samples):
+            if not s.ended and (of is None or (i == of and s.reason is not None)):
+                yield i, "cancelled" if s.reason is None else "stop"
 
     def take(self, output: Output, limits: AnswerLimits) -> list[Result]:
         """Takes what is new; the lines of the results once it has ended as a whole."""
