@@ -246,7 +246,7 @@ def check_prompt(options: EvalFlags, n_prompt: int, spec: DecoderSpec, config: C
     Raises:
       UsageError: it does not fit, and nothing shifts.
     """
-    n_least = n_prompt + _writes(options)
+    n_least = n_prompt + (isinstance(options, LengthFlags) and options.n_predict != 0)
     remedy = _room_for(n_prompt + answer_length(options), spec, options)
     if options.policy_name not in BY_POSITION:
         return
@@ -314,8 +314,9 @@ def _warn_behind_window(options: EvalFlags, n_prompt: int, config: CacheConfig) 
 
 def shifts(options: EvalFlags) -> bool:
     """Whether the flags let older text go."""
+    until_full = isinstance(options, LengthFlags) and options.n_predict == UNTIL_FULL
     # SelfExtend would move positions as well; llama.cpp's tool leaves out the shift then.
-    return options.policy_name != "none" and not _until_full(options) and not options.extends
+    return options.policy_name != "none" and not until_full and not options.extends
 
 
 def policy_of_run(
@@ -465,12 +466,3 @@ def dropping(options: _Options, n_ctx: int, n_keep: int = 0) -> ContextShift | A
     if options.policy_name == "context_shift":
         return ContextShift(n_keep=n_keep, **options.part(ContextShift))
     return AttentionSinks(n_window=options.window(n_ctx), **options.part(AttentionSinks))
-
-
-def _writes(options: EvalFlags) -> bool:
-    """Whether a token is to follow the prompt."""
-    return isinstance(options, LengthFlags) and options.n_predict != 0
-
-
-def _until_full(options: EvalFlags) -> bool:
-    return isinstance(options, LengthFlags) and options.n_predict == UNTIL_FULL
