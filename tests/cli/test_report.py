@@ -16,6 +16,7 @@ from kvrt.attention.choice import AttentionChoice
 from kvrt.cache.stats import DropEvent, LostCheckpoint, Stats
 from kvrt.cli.process import output
 from kvrt.cli.report import summary
+from kvrt.cli.report.tables import signs
 from kvrt.options.select import Quest
 from kvrt.policies import SCORED, policy_name
 from kvrt.policies.scored import H2O, DuoAttention, SparseWindow
@@ -192,7 +193,7 @@ def owned(n_ctx: int, owners: dict[int, list[int]]) -> meaning.Cells:
 
 def test_the_cell_map_tells_owners_apart():
     cells = owned(12, {0: [0], 1: [9], 2: [10], 3: [35], 4: [36], 5: [63], 7: [0, 40], 11: [1]})
-    assert summary.cell_map(cells, 6) == ["09az++", ".M...1"]
+    assert signs(np.asarray(cells.seqs), 6) == ["09az++", ".M...1"]
 
 
 def test_equal_rows_are_told_once(capfd):

@@ -74,27 +74,23 @@ def progress_of(n_requests: int, *, to_stdout: bool) -> Iterator[Show]:
     Yields:
       A function to call after each step, with the counts and what gives the engine's stats.
     """
-    if sys.stderr.isatty():
-        if to_stdout:
-            yield lambda counts, stats: None
-        else:
-            with output.bar("requests", n_requests, "compiling the first step") as bar:
-                often = output.Every(_BAR_S)
-
-                def show(counts: BatchCounts, stats: Callable[[], EngineStats]) -> None:
-                    if often.due():
-                        bar(counts.n_done, _state(counts, stats()))
-
-                yield show
+    is_terminal = sys.stderr.isatty()
+    if is_terminal and to_stdout:
+        yield lambda counts, stats: None
         return
-    clock = output.Every(output.LINE_S)
+    clock = output.Every(_BAR_S if is_terminal else output.LINE_S)
 
-    def line(counts: BatchCounts, stats: Callable[[], EngineStats]) -> None:
+    def line(n_done: int, state: str) -> None:
+        output.note(f"requests   {n_done:,} of {n_requests:,} done, {state}")
+
+    def show(counts: BatchCounts, stats: Callable[[], EngineStats]) -> None:
         if clock.due():
-            done = f"{counts.n_done:,} of {n_requests:,} done, {counts.n_sampled:,} tokens"
-            output.note(f"requests   {done}, {_state(counts, stats())}")
+            sampled = "" if is_terminal else f"{counts.n_sampled:,} tokens, "
+            say(counts.n_done, sampled + _state(counts, stats()))
 
-    yield line
+    bar = output.bar("requests", n_requests, "compiling the first step")
+    with bar if is_terminal else contextlib.nullcontext(line) as say:
+        yield show
 
 
 def _state(counts: BatchCounts, stats: EngineStats) -> str:

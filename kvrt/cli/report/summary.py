@@ -391,11 +391,6 @@ def rss_bytes() -> int | None:
     return most if sys.platform == "darwin" else most * 1024
 
 
-def cell_map(cells: Cells, width: int = MAP_WIDTH) -> list[str]:
-    """The signs of a runtime's cells; see `cell_map.signs`."""
-    return signs(np.asarray(cells.seqs), width)
-
-
 def print_cells(cells: Cells, stats: Stats) -> None:
     """The cell map on standard error with the first cell of each row, in colours on a terminal.
 
@@ -408,7 +403,7 @@ def print_cells(cells: Cells, stats: Stats) -> None:
     room = shutil.get_terminal_size().columns - digits - 1
     width = max(room // 8 * 8, 8) if console.is_terminal else MAP_WIDTH
     before = ""
-    for i, row in enumerate(rows := cell_map(cells, width)):
+    for i, row in enumerate(rows := signs(np.asarray(cells.seqs), width)):
         if row != before or i == len(rows) - 1:
             line = Text(f"{i * width:>{digits}} ", style="dim")
             console.print(line.append_text(_coloured(row)))

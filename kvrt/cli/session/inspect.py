@@ -66,7 +66,7 @@ def session_facts(opened: OpenedSession) -> dict[str, Any]:
 
 
 def cell_maps(opened: OpenedSession) -> list[list[str]]:
-    """A map of the cells of each group; see `cell_map.signs`.
+    """A map of the cells of each group; see `tables.signs`.
 
     Raises:
       BadSession: there are more than anybody would look at.
