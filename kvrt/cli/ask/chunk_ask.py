@@ -23,7 +23,6 @@ from kvrt.policies import AnyPolicy, ScoredPolicy
 from kvrt.reuse.blend import hidden_ratio
 from kvrt.runtime.blend import check_spec
 from kvrt.runtime.chunks.chunk import StoredChunk, tokens_of
-from kvrt.runtime.chunks.store import ChunkStore
 
 
 def ask_chunks(options: AskOptions, questions: list[str]) -> int:
@@ -33,23 +32,14 @@ def ask_chunks(options: AskOptions, questions: list[str]) -> int:
       KvrtError: it cannot start, or an error ended it; answers so far are written.
     """
     files = [open_chunk(x) for x in options.chunk]
-    store = None
-    if options.chunk_dir is not None:
-        store = ChunkStore(options.chunk_dir, tell=output.note)
     with ready(options):
-        return ChunkAsker(_followed(options, files), files, questions, store).run()
+        return ChunkAsker(_followed(options, files), files, questions).run()
 
 
 class ChunkAsker(Asking):
     """Chunks, and questions that each stand behind all of them."""
 
-    def __init__(
-        self,
-        options: AskOptions,
-        files: list[ChunkFile],
-        questions: list[str],
-        store: ChunkStore | None,
-    ):
+    def __init__(self, options: AskOptions, files: list[ChunkFile], questions: list[str]):
         """Everything that can be refused without the weights is refused here."""
         opened = [x.opened for x in files if x.opened is not None]
         super().__init__(options, questions, opened[0] if opened else None)
@@ -69,7 +59,7 @@ class ChunkAsker(Asking):
         n_prompt = len(self._held) + self._longest
         self.open_runtime(self._held + self._ids[0], self._check, n_prompt)
         check_spec(len(files), self.model.spec.n_layers, self._spec)
-        self._reader = ChunkReader(self.runtime, store, self._lead, strict=options.strict)
+        self._reader = ChunkReader(self.runtime, options, self._lead)
 
     def _open(self) -> None:
         with output.waiting("reading chunks", not self.quiet):
