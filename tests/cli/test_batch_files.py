@@ -283,7 +283,10 @@ BAD_LINE = lines(result(None, finish_reason="error", line=4, error="line 4: no J
 def test_results_are_lines_that_are_there_at_once(out):
     results = out()
     results.write([result("a", text="ü\ud83d")])
-    assert out.path.read_bytes().endswith(b"\n") and out.path.read_bytes().isascii()
+    assert out.path.read_bytes() == (
+        b'{"id": "a", "tokens": [1], "text": "\\u00fc\\ud83d", "finish_reason": "stop", '
+        b'"n_cached": 0}\n'
+    )
     results.write([result("b", 0), result("b", 1)])
     results.write([result("c", error="too long")])
     found = [json.loads(line) for line in out.path.read_text().splitlines()]
@@ -296,6 +299,14 @@ def test_results_are_lines_that_are_there_at_once(out):
     assert (results.done, results.n_failed) == ({"a", "b", "c"}, 1)
     assert out.path.stat().st_mode & 0o777 == 0o600
     results.close()
+
+
+def test_fields_of_a_result_stand_in_one_order():
+    assert Result.__struct_fields__ == (
+        *("id", "sample", "tokens", "text", "finish_reason", "n_cached", "line", "error"),
+        *("seed", "n_dropped", "score", "n_chunks", "ratio", "check_layer", "n_reused"),
+        *("approximate", "approximations", "digest"),
+    )
 
 
 def test_what_is_there_is_not_done_again(out):
