@@ -29,6 +29,10 @@ from kvrt_models import load
 from kvrt_models.decoder import Decoder
 from kvrt_models.spec import DecoderSpec
 
+# Fields of an `Estimate` that the JSON has by their own names.
+_BESIDE = ("null_bytes", "policy_bytes", "rounding_bytes", "tail_bytes", "index_bytes")
+_BESIDE += ("label_bytes", "checkpoint_bytes", "n_padding")
+
 
 class ProgramMemory(NamedTuple):
     """Programs that were compiled, and the temporary memory of the one that takes most."""
@@ -312,14 +316,7 @@ def _fields(fit: Fit) -> dict[str, Any]:
     cache = fit.cache
     return {
         "parts": [dataclasses.asdict(part) for part in cache.parts],
-        "null_bytes": cache.null_bytes,
-        "policy_bytes": cache.policy_bytes,
-        "rounding_bytes": cache.rounding_bytes,
-        "tail_bytes": cache.tail_bytes,
-        "index_bytes": cache.index_bytes,
-        "label_bytes": cache.label_bytes,
-        "checkpoint_bytes": cache.checkpoint_bytes,
-        "n_padding": cache.n_padding,
+        **{name: getattr(cache, name) for name in _BESIDE},
         "padding_bytes": cache.empty_bytes,
         "cache_bytes": cache.cache_bytes,
         "n_bytes": fit.n_bytes,

@@ -4,13 +4,14 @@ import json
 import os
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 from hypothesis import given, settings
 
 from kvrt import Sampling
 from kvrt.cli.batch import requests as batch_in
 from kvrt.cli.batch.requests import _KEYS, Parser, Requests, Wrong
-from kvrt.cli.batch.results import Results
+from kvrt.cli.batch.results import Result, Results
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.errors import KvrtError, UsageError
 from kvrt.serving.request import Request
@@ -248,8 +249,8 @@ N = {"a": 1, "b": 2, "c": 1}
 
 
 def result(name, sample=None, **more):
-    fields = {"id": name} | ({} if sample is None else {"sample": sample})
-    return fields | {"tokens": [1], "text": "x", "finish_reason": "stop", "n_cached": 0} | more
+    fields = {"tokens": [1], "text": "x", "finish_reason": "stop", "n_cached": 0} | more
+    return Result(id=name, sample=sample, **fields)
 
 
 @pytest.fixture
@@ -271,7 +272,7 @@ def out(tmp_path):
 
 
 def lines(*records) -> bytes:
-    return b"".join(json.dumps(r).encode() + b"\n" for r in records)
+    return b"".join(json.dumps(msgspec.to_builtins(r)).encode() + b"\n" for r in records)
 
 
 A, B = lines(result("a")), lines(result("b", 0), result("b", 1))
@@ -282,7 +283,10 @@ BAD_LINE = lines(result(None, finish_reason="error", line=4, error="line 4: no J
 def test_results_are_lines_that_are_there_at_once(out):
     results = out()
     results.write([result("a", text="ü\ud83d")])
-    assert out.path.read_bytes().endswith(b"\n") and out.path.read_bytes().isascii()
+    assert out.path.read_bytes() == (
+        b'{"id": "a", "tokens": [1], "text": "\\u00fc\\ud83d", "finish_reason": "stop", '
+        b'"n_cached": 0}\n'
+    )
     results.write([result("b", 0), result("b", 1)])
     results.write([result("c", error="too long")])
     found = [json.loads(line) for line in out.path.read_text().splitlines()]
@@ -295,6 +299,14 @@ def test_results_are_lines_that_are_there_at_once(out):
     assert (results.done, results.n_failed) == ({"a", "b", "c"}, 1)
     assert out.path.stat().st_mode & 0o777 == 0o600
     results.close()
+
+
+def test_fields_of_a_result_stand_in_one_order():
+    assert Result.__struct_fields__ == (
+        *("id", "sample", "tokens", "text", "finish_reason", "n_cached", "line", "error"),
+        *("seed", "n_dropped", "score", "n_chunks", "ratio", "check_layer", "n_reused"),
+        *("approximate", "approximations", "digest"),
+    )
 
 
 def test_what_is_there_is_not_done_again(out):

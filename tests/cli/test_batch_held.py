@@ -10,7 +10,7 @@ from conftest import tiny_gguf
 
 from kvrt.cli.batch.digest import Basis, Digests
 from kvrt.cli.batch.requests import Requests
-from kvrt.cli.batch.results import Expected, Results, failed, finished
+from kvrt.cli.batch.results import Expected, Result, Results, failed
 from kvrt.cli.flags.serving import BatchOptions
 from kvrt.errors import UsageError
 from kvrt_models.file_digest import depends_on_n_ctx, model_digest
@@ -58,7 +58,17 @@ class Batch:
             results.write(
                 [failed(e.id, "too long")]
                 if e.id in fails
-                else [finished(e.id, [1], text, "stop", 0, sample=i) for i in several]
+                else [
+                    Result(
+                        id=e.id,
+                        sample=i,
+                        tokens=[1],
+                        text=text,
+                        finish_reason="stop",
+                        n_cached=0,
+                    )
+                    for i in several
+                ]
             )
         results.close()
         requests.close()

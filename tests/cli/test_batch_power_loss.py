@@ -2,18 +2,22 @@
 
 import json
 
+import msgspec
 import pytest
 from powerloss import recording
 from powerloss_states import states, write_tree
 
-from kvrt.cli.batch.results import Results, finished
+from kvrt.cli.batch.results import Result, Results, failed
 from kvrt.errors import UsageError
 
 N = {"a": 1, "b": 3, "c": 1}
 RECORDS = {
-    "a": [finished("a", [1, 2], "x" * 40, "stop", 0, sample=None)],
-    "b": [finished("b", [3] * 9, f"text {i}", "length", 1, sample=i) for i in range(3)],
-    "c": [finished("c", [], "", "error", 0, sample=None) | {"error": "too long"}],
+    "a": [Result(id="a", tokens=[1, 2], text="x" * 40, finish_reason="stop", n_cached=0)],
+    "b": [
+        Result(id="b", tokens=[3] * 9, text=f"{i}", finish_reason="length", n_cached=1, sample=i)
+        for i in range(3)
+    ],
+    "c": [failed("c", "too long")],
 }
 
 
@@ -31,7 +35,7 @@ def everything(path):
     return sorted(path.read_text().splitlines())
 
 
-WANTED = sorted(json.dumps(r) for records in RECORDS.values() for r in records)
+WANTED = sorted(json.dumps(msgspec.to_builtins(r)) for records in RECORDS.values() for r in records)
 
 
 def bad_states(tmp_path, monkeypatch, left_out=(), before=b""):
@@ -61,7 +65,7 @@ def bad_states(tmp_path, monkeypatch, left_out=(), before=b""):
     return bad
 
 
-A = json.dumps(RECORDS["a"][0]).encode() + b"\n"
+A = json.dumps(msgspec.to_builtins(RECORDS["a"][0])).encode() + b"\n"
 
 
 TORN = A + b'{"id": "c", "tokens": [' + b"7, " * 300  # longer than what follows it

@@ -17,6 +17,7 @@ from kvrt.cli.flags.serving import BatchOptions
 from kvrt.cli.process import output
 from kvrt.errors import BadRequest, UsageError
 from kvrt.options.cache import CacheConfig
+from kvrt.serving.engine import Engine
 from kvrt.serving.metrics import Metrics, PoolUse
 from kvrt.serving.outputs import Output
 from kvrt.serving.request import Request
@@ -27,7 +28,7 @@ EOS = len(vocabulary()) - 1
 
 
 @dataclasses.dataclass
-class Script:
+class Script(Engine):
     """Tells what it was given, a step at a time; ids that begin with x are refused."""
 
     steps: list[list[Output]]

@@ -6,6 +6,7 @@ import json
 import re
 import types
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -15,6 +16,7 @@ from kvrt.attention.choice import AttentionChoice
 from kvrt.cache.stats import DropEvent, LostCheckpoint, Stats
 from kvrt.cli.process import output
 from kvrt.cli.report import summary
+from kvrt.cli.report.tables import signs
 from kvrt.options.select import Quest
 from kvrt.policies import SCORED, policy_name
 from kvrt.policies.scored import H2O, DuoAttention, SparseWindow
@@ -191,7 +193,7 @@ def owned(n_ctx: int, owners: dict[int, list[int]]) -> meaning.Cells:
 
 def test_the_cell_map_tells_owners_apart():
     cells = owned(12, {0: [0], 1: [9], 2: [10], 3: [35], 4: [36], 5: [63], 7: [0, 40], 11: [1]})
-    assert summary.cell_map(cells, 6) == ["09az++", ".M...1"]
+    assert signs(np.asarray(cells.seqs), 6) == ["09az++", ".M...1"]
 
 
 def test_equal_rows_are_told_once(capfd):
@@ -331,19 +333,18 @@ def test_reasons_stand_in_the_order_of_the_text():
         "sampled by sparse reads (session)",
         "           approximate from token 40 on: 1,234 older tokens were dropped (context_shift)",
     ]
-    assert summary.exactness_fields([]) == {"approximate": False, "approximations": []}
-    assert summary.exactness_fields(found)["approximations"] == [
+    assert msgspec.to_builtins(found) == [
         {"by": "session", "from_token": 7},
         {"by": "context_shift", "from_token": 40, "n_dropped": 1234},
     ]
 
 
 def test_states_that_keep_what_was_dropped_are_told():
-    drop = summary.Approximation(by="context_shift", from_token=4, n_dropped=2, states=True)
+    drop = summary.Approximation(by="context_shift", from_token=4, n_dropped=2, on_states="keep")
     said = "2 older tokens were dropped, recurrent states keep them (context_shift)"
     assert drop.line == f"approximate from token 4 on: {said}"
     told = {"by": "context_shift", "from_token": 4, "n_dropped": 2}
-    assert drop.fields == {**told, "on_states": "keep"}
+    assert msgspec.to_builtins(drop) == {**told, "on_states": "keep"}
 
 
 def test_every_policy_has_the_name_of_its_flag():

@@ -16,7 +16,7 @@ from kvrt_models.tokenizer.encode import Tokenizer
 
 
 class Asking(Conversation):
-    """Questions that each stand behind the same text."""
+    """Questions that each stand behind the same text, which a subclass reads."""
 
     options: AskOptions
 
@@ -29,24 +29,29 @@ class Asking(Conversation):
         self._ids = question_ids(questions, self.model.tokenizer)
         self._longest = max(map(len, self._ids))
 
-    def answer(
-        self,
-        i: int,
-        reading: Reading,
-        interrupt: Interrupt,
-        more: Mapping[str, Any] | None = None,
-    ) -> int:
-        """Writes what follows a question that was read; returns the exit code, 0 to go on.
-
-        Args:
-          i: which of the questions.
-          reading: what was read.
-          interrupt: ends it between two tokens.
-          more: further fields of --json.
+    def run(self) -> int:
+        """Answers all questions in their order; returns the exit code.
 
         Raises:
-          BadLogits, CacheFull: they ended it; the answer so far is written.
+          BadLogits, CacheFull: they ended an answer; what there is of it is written.
         """
+        self.compile(self._longest)
+        self._open()
+        with Interrupt() as interrupt:
+            codes = (self._answer(i, interrupt) for i in range(len(self._ids)))
+            return next(filter(None, codes), 0)
+
+    def _open(self) -> None:
+        """Reads the text, once the weights are there."""
+        raise NotImplementedError
+
+    def _read(self, i: int, interrupt: Interrupt) -> tuple[Reading, Mapping[str, Any] | None]:
+        """Reads question i behind the text; further fields of its --json."""
+        raise NotImplementedError
+
+    def _answer(self, i: int, interrupt: Interrupt) -> int:
+        """Writes what follows question i; returns the exit code, 0 to go on."""
+        reading, more = self._read(i, interrupt)
         options, question = self.options, self._questions[i]
         if options.questions is not None and not (options.quiet or options.json):
             output.write_text(f"> {question}\n")

@@ -74,9 +74,7 @@ class SessionAsker(Asking):
         n_prompt = len(self._held) + self._longest
         self.open_runtime(self._held + self._ids[0], check, n_prompt)
 
-    def run(self) -> int:
-        """Answers all questions in their order; returns the exit code."""
-        self.compile(self._longest)
+    def _open(self) -> None:
         start = time.perf_counter()
         with output.waiting("reading the session", not self.quiet):
             self._snapshot = session.read(self._opened)
@@ -91,25 +89,20 @@ class SessionAsker(Asking):
                 f"{opened.path}: {phrases.counted(n, 'token')} restored in {seconds:.2f} s"
                 f"{phrases.sampled_by(opened.manifest, opened.seq_id, select)}"
             )
-        with Interrupt() as interrupt:
-            return self._answer_all(interrupt)
 
-    def _answer_all(self, interrupt: Interrupt) -> int:
-        for i, ids in enumerate(self._ids):
-            if i:
-                self._back()
-            reading = Reading(
-                ids=self._held + ids,
-                n_restored=len(self._held),
-                reused=reused_part(self.runtime.n_exact(), "session"),
-                since=self.runtime.stats(),
-                spans=[(len(self._held), len(self._held) + len(ids))],
-            )
-            reading.run(self.runtime, interrupt, quiet=self.quiet)
-            code = self.answer(i, reading, interrupt)
-            if code:
-                return code
-        return 0
+    def _read(self, i: int, interrupt: Interrupt) -> tuple[Reading, None]:
+        if i:
+            self._back()
+        ids, n = self._held + self._ids[i], len(self._held)
+        reading = Reading(
+            ids=ids,
+            n_restored=n,
+            reused=reused_part(self.runtime.n_exact(), "session"),
+            since=self.runtime.stats(),
+            spans=[(n, len(ids))],
+        )
+        reading.run(self.runtime, interrupt, quiet=self.quiet)
+        return reading, None
 
     def _back(self) -> None:
         """To the end of the session: by removing what came after it, if nothing else went."""

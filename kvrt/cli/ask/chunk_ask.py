@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from typing import Any
 
 import jax
 
@@ -22,7 +23,6 @@ from kvrt.policies import AnyPolicy, ScoredPolicy
 from kvrt.reuse.blend import hidden_ratio
 from kvrt.runtime.blend import check_spec
 from kvrt.runtime.chunks.chunk import StoredChunk, tokens_of
-from kvrt.runtime.chunks.store import ChunkStore
 
 
 def ask_chunks(options: AskOptions, questions: list[str]) -> int:
@@ -32,23 +32,14 @@ def ask_chunks(options: AskOptions, questions: list[str]) -> int:
       KvrtError: it cannot start, or an error ended it; answers so far are written.
     """
     files = [open_chunk(x) for x in options.chunk]
-    store = None
-    if options.chunk_dir is not None:
-        store = ChunkStore(options.chunk_dir, tell=output.note)
     with ready(options):
-        return ChunkAsker(_followed(options, files), files, questions, store).run()
+        return ChunkAsker(_followed(options, files), files, questions).run()
 
 
 class ChunkAsker(Asking):
     """Chunks, and questions that each stand behind all of them."""
 
-    def __init__(
-        self,
-        options: AskOptions,
-        files: list[ChunkFile],
-        questions: list[str],
-        store: ChunkStore | None,
-    ):
+    def __init__(self, options: AskOptions, files: list[ChunkFile], questions: list[str]):
         """Everything that can be refused without the weights is refused here."""
         opened = [x.opened for x in files if x.opened is not None]
         super().__init__(options, questions, opened[0] if opened else None)
@@ -68,40 +59,32 @@ class ChunkAsker(Asking):
         n_prompt = len(self._held) + self._longest
         self.open_runtime(self._held + self._ids[0], self._check, n_prompt)
         check_spec(len(files), self.model.spec.n_layers, self._spec)
-        self._reader = ChunkReader(self.runtime, store, self._lead, strict=options.strict)
+        self._reader = ChunkReader(self.runtime, options, self._lead)
 
-    def run(self) -> int:
-        """Answers all questions in their order; returns the exit code."""
-        self.compile(self._longest)
+    def _open(self) -> None:
         with output.waiting("reading chunks", not self.quiet):
             self._chunks = [self._reader.open(*x) for x in self._named]
-        with Interrupt() as interrupt:
-            return self._answer_all(interrupt)
 
-    def _answer_all(self, interrupt: Interrupt) -> int:
-        runtime = self.runtime
-        for i, ids in enumerate(self._ids):
-            runtime.clear()
-            before, start = runtime.stats(), time.perf_counter()
-            blended = self._blended(ids)
-            jax.block_until_ready(blended.logits)
-            compiled = runtime.stats().compile_s - before.compile_s
-            kept = blended.n_reused - len(blended.computed)
-            reading = Reading(
-                ids=self._held + ids,
-                n_restored=kept,
-                spans=[(kept, len(self._held) + len(ids))],
-                n_done=len(self._held) + len(ids) - kept,
-                seconds=time.perf_counter() - start - compiled,
-                reused=blended_part([ids for _, ids in self._named], blended.ratio),
-                since=before,
-            )
-            if not self.quiet and not i:
-                output.note(self._said(blended))
-            code = self.answer(i, reading, interrupt, self._fields(blended))
-            if code:
-                return code
-        return 0
+    def _read(self, i: int, interrupt: Interrupt) -> tuple[Reading, dict[str, Any]]:
+        runtime, ids = self.runtime, self._held + self._ids[i]
+        runtime.clear()
+        before, start = runtime.stats(), time.perf_counter()
+        blended = self._blended(self._ids[i])
+        jax.block_until_ready(blended.logits)
+        compiled = runtime.stats().compile_s - before.compile_s
+        kept = blended.n_reused - len(blended.computed)
+        reading = Reading(
+            ids=ids,
+            n_restored=kept,
+            spans=[(kept, len(ids))],
+            n_done=len(ids) - kept,
+            seconds=time.perf_counter() - start - compiled,
+            reused=blended_part([ids for _, ids in self._named], blended.ratio),
+            since=before,
+        )
+        if not self.quiet and not i:
+            output.note(self._said(blended))
+        return reading, self._fields(blended)
 
     def _blended(self, ids: list[int]) -> Blended:
         """The chunks and a question; damaged chunks are mended first, or refused."""
@@ -169,22 +152,18 @@ class ChunkAsker(Asking):
             where = f"{found.n_kept} now kept in {found.store.folder}"
         return f"\n           {found.n_computed} of them computed alone first; {where}"
 
-    def _fields(self, blended: Blended) -> dict[str, object]:
-        return {
+    def _fields(self, blended: Blended) -> dict[str, Any]:
+        """For --json; what --auto_ratio measured is of the first question."""
+        fields = {
             "n_chunks": len(self._files),
             "n_chunks_computed": self._reader.n_computed,
             "n_reused": blended.n_reused - len(blended.computed),
             "ratio": blended.ratio,
             "check_layer": self._spec.check_layer,
-            **self._times(blended),
         }
-
-    @staticmethod
-    def _times(blended: Blended) -> dict[str, float]:
-        """What --auto_ratio measured; it is of the first question."""
-        if blended.prefill_s is None:
-            return {}
-        return {"load_s": blended.load_s, "prefill_s": blended.prefill_s}
+        if blended.prefill_s is not None:
+            fields |= {"load_s": blended.load_s, "prefill_s": blended.prefill_s}
+        return fields
 
 
 def _followed(options: AskOptions, files: list[ChunkFile]) -> AskOptions:

@@ -8,6 +8,7 @@ import numpy as np
 
 from kvrt import CachedChunk, Runtime
 from kvrt.arrays import Int32
+from kvrt.cli.flags.session_files import BlendFlags
 from kvrt.cli.process import output
 from kvrt.cli.report.summary import Approximation
 from kvrt.cli.run.prompt import read_text
@@ -86,34 +87,23 @@ class ChunkReader:
     """Chunks for one runtime.
 
     Attributes:
+      store: keeps texts, where a flag names its folder.
       n_computed: chunks that were computed.
       n_kept: of them those that the folder has now.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        store: ChunkStore | None,
-        lead: Sequence[int],
-        *,
-        strict: bool,
-    ):
+    def __init__(self, runtime: Runtime, options: BlendFlags, lead: Sequence[int]):
         """Reads nothing yet.
 
         Args:
           runtime: computes what is not there; it has weights by then.
-          store: keeps texts.
+          options: name the folder, and say whether a damaged chunk is refused.
           lead: what chunks are computed behind.
-          strict: a damaged one is refused.
         """
-        self._runtime, self._store = runtime, store
-        self._lead, self._strict = list(lead), strict
+        folder = options.chunk_dir
+        self.store = None if folder is None else ChunkStore(folder, tell=output.note)
+        self._runtime, self._lead, self._strict = runtime, list(lead), options.strict
         self.n_computed = self.n_kept = 0
-
-    @property
-    def store(self) -> ChunkStore | None:
-        """The folder that keeps texts."""
-        return self._store
 
     def open(self, file: ChunkFile, tokens: Sequence[int]) -> CachedChunk | StoredChunk:
         """The chunk of a file, whose keys and values stay there until it is blended.
@@ -145,17 +135,17 @@ class ChunkReader:
 
     def _found(self, tokens: Sequence[int], *, stored: bool = False) -> CachedChunk | StoredChunk:
         """The chunk of a text, which the folder keeps from then on; read, if not `stored`."""
-        if self._store is None:
+        if self.store is None:
             return self._computed(tokens)
         here = self._runtime.fingerprint
         try:
-            if (chunk := self._store.find_stored(here, tokens, self._lead)) is not None:
+            if (chunk := self.store.find_stored(here, tokens, self._lead)) is not None:
                 return chunk if stored else chunk.read()
         except BadSession as error:
             self._damaged(error, "and takes its place")
         chunk = self._computed(tokens)
         try:
-            self._store.add(here, chunk)
+            self.store.add(here, chunk)
             self.n_kept += 1
         except KvrtError as error:
             output.warn(f"{error}; the answer goes on, and the text is not kept")

@@ -93,6 +93,9 @@ def _serve(options: BatchOptions, requests: Requests, results: Results) -> int:
             output.note(f"requests   {n_before:,} were there already, nothing is left to do")
         return 1 if results.n_failed else 0
     # All that can be refused without JAX has been.
-    from kvrt.cli.batch import engine_run
+    from kvrt.cli.batch.engine_run import BatchRun
+    from kvrt.cli.process.startup import ready
 
-    return engine_run.serve_all(options, requests, results, todo)
+    # Several processes have met before they read what there is to do.
+    with ready(options) if options.coordinator is None else contextlib.nullcontext():
+        return BatchRun(options, requests, results, todo).run()

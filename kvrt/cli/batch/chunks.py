@@ -8,7 +8,7 @@ from typing import Any
 from kvrt import BlendSpec, CacheConfig, PrivatePrefix, Runtime
 from kvrt.cli.ask.chunks import ChunkFile, ChunkReader, blended_part, joined, open_chunk
 from kvrt.cli.flags.serving import BatchOptions
-from kvrt.cli.process import output, startup
+from kvrt.cli.process import startup
 from kvrt.cli.report.summary import Approximation
 from kvrt.cli.run.prompt import chunk_lead
 from kvrt.cli.session.open_session import check_fits
@@ -16,7 +16,6 @@ from kvrt.errors import CacheFull
 from kvrt.program.programs import Programs
 from kvrt.runtime.blend import check_spec
 from kvrt.runtime.chunks.chunk import tokens_of
-from kvrt.runtime.chunks.store import ChunkStore
 from kvrt.session.snapshot import Snapshot
 from kvrt_models.load import Opened
 
@@ -67,9 +66,7 @@ class RequestChunks:
             spec.groups, self._config, spec.recurrent, mesh=mesh, widened=model.widened_bytes
         )
         self._runtime = Runtime(model.shapes, self._config, identity=model.identity, mesh=mesh)
-        folder = options.chunk_dir
-        store = None if folder is None else ChunkStore(folder, tell=output.note)
-        self._reader = ChunkReader(self._runtime, store, self._lead, strict=options.strict)
+        self._reader = ChunkReader(self._runtime, options, self._lead)
         self._open = functools.lru_cache(maxsize=_N_HELD)(open_chunk)
         self._held = functools.lru_cache(maxsize=_N_HELD)(self._reader.read)
         self._n = {"requests": 0, "reused": 0, "recomputed": 0}

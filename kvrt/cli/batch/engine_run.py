@@ -10,7 +10,6 @@ from pathlib import Path
 from kvrt import DraftModel, Runtime
 from kvrt.cli.batch import progress, together
 from kvrt.cli.batch.chunks import RequestChunks
-from kvrt.cli.batch.progress import passed_over
 from kvrt.cli.batch.requests import RequestEntry, Requests
 from kvrt.cli.batch.results import Results
 from kvrt.cli.batch.server import AnswerLimits, Compression, Server
@@ -18,11 +17,15 @@ from kvrt.cli.flags.serving import BatchOptions
 from kvrt.cli.flags.session_files import BlendFlags
 from kvrt.cli.process import output, startup
 from kvrt.cli.process.interrupt import Interrupt
-from kvrt.cli.process.startup import choosing, ready
-from kvrt.cli.setup.config import cache_config, layers_of_spec, named_drafter, policy_of_batch
+from kvrt.cli.process.startup import choosing
+from kvrt.cli.setup.config import (
+    cache_config,
+    layers_of_spec,
+    named_drafter,
+    policy_of_batch,
+    speculation,
+)
 from kvrt.cli.setup.model import WeightsChoice, choose_weights, open_draft_model, open_with_status
-from kvrt.drafts.drafter import Speculation
-from kvrt.drafts.prompt_lookup import PromptLookup
 from kvrt.errors import KvrtError, UsageError
 from kvrt.kv_types import described
 from kvrt.options.cache import CacheConfig
@@ -53,18 +56,10 @@ def engine_config(options: BatchOptions, identity: Mapping[str, str]) -> EngineC
         n_recent=max(options.n_recent, options.repeat_last_n),
         tiers=None if options.host_cache is None else TierConfig(**options.part(TierConfig)),
         sessions=_sessions(options),
-        speculation=_speculation(options),
+        speculation=speculation(options),
         identity=identity,
         **options.part(EngineConfig),
     )
-
-
-def _speculation(options: BatchOptions) -> Speculation | None:
-    """Drafts that requests bring to the steps in which they decode; a model is opened later."""
-    if options.draft is None:
-        return None
-    drafter = named_drafter(options.draft) or PromptLookup()
-    return Speculation(drafter=drafter, n_draft=options.n_draft)
 
 
 def _sessions(options: BatchOptions) -> SessionDir | None:
@@ -76,19 +71,6 @@ def _sessions(options: BatchOptions) -> SessionDir | None:
 
 
 _METRICS_S = 5.0  # between two times that --metrics is written
-
-
-def serve_all(
-    options: BatchOptions, requests: Requests, results: Results, todo: Sequence[RequestEntry]
-) -> int:
-    """Serves what is left; returns the exit code.
-
-    Raises:
-      KvrtError: it cannot start, or an error ended it; results so far are written.
-    """
-    # Several processes have met before they read what there is to do.
-    with ready(options) if options.coordinator is None else contextlib.nullcontext():
-        return BatchRun(options, requests, results, todo).run()
 
 
 class BatchRun:
@@ -133,27 +115,34 @@ class BatchRun:
         )
 
     def run(self) -> int:
-        """Serves all; a signal ends it between two steps."""
-        try:
-            return self._run()
-        finally:
-            self._engine.close()
+        """Serves all; a signal ends it between two steps.
 
-    def _run(self) -> int:
-        counts, quiet = self._server.counts, self._options.quiet
-        with output.waiting("reading weights", not quiet):
+        Raises:
+          KvrtError: an error ended it; results so far are written.
+        """
+        with contextlib.closing(self._engine):
+            self._load()
+            return self._serve()
+
+    def _load(self) -> None:
+        with output.waiting("reading weights", not self._options.quiet):
             for programs in self._programs:
                 programs.bind(self._model.wait().decoder)
             if self._drafter is not None:
                 opened, runtime = self._drafter
                 runtime.bind(opened.wait().decoder)
                 self._programs.append(runtime.programs)
+
+    def _serve(self) -> int:
+        counts, quiet = self._server.counts, self._options.quiet
         to_stdout = self._options.output == "-"
         shown = progress.progress_of(len(self._todo), to_stdout=to_stdout)
         hidden = contextlib.nullcontext(lambda counts, stats: None)
         with Interrupt() as interrupt:
             with hidden if quiet else shown as show:
-                while (self._todo or self._server.n_live) and not self._ends(interrupt.asked):
+                while (self._todo or self._server.n_live) and not together.any_asks(
+                    self._options, interrupt.asked
+                ):
                     self._step()
                     show(counts, self._engine.stats)
                     self._refresh_metrics()
@@ -162,9 +151,6 @@ class BatchRun:
             if n_left:
                 return interrupt.exit_code
             return 1 if self._results.n_failed else 0
-
-    def _ends(self, asked: bool) -> bool:
-        return together.any_asks(self._options, asked)
 
     def _refresh_metrics(self) -> None:
         """Writes --metrics anew every few seconds; a failure is a warning, once."""
@@ -219,9 +205,8 @@ class BatchRun:
             ]
             lines += self._prefixes.said() if self._prefixes else []
             if options.session_dir is not None:
-                lines.append(progress.from_sessions(stats, options.session_dir))
-                others = passed_over(Path(options.session_dir), self._engine.fingerprint)
-                lines += [others] if others else []
+                folder = Path(options.session_dir)
+                lines += progress.session_lines(stats, folder, self._engine.fingerprint)
             output.note("\n".join(lines))
         if options.stats:
             output.note(progress.metrics_table(stats).rstrip("\n"))

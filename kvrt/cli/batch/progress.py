@@ -74,27 +74,23 @@ def progress_of(n_requests: int, *, to_stdout: bool) -> Iterator[Show]:
     Yields:
       A function to call after each step, with the counts and what gives the engine's stats.
     """
-    if sys.stderr.isatty():
-        if to_stdout:
-            yield lambda counts, stats: None
-        else:
-            with output.bar("requests", n_requests, "compiling the first step") as bar:
-                often = output.Every(_BAR_S)
-
-                def show(counts: BatchCounts, stats: Callable[[], EngineStats]) -> None:
-                    if often.due():
-                        bar(counts.n_done, _state(counts, stats()))
-
-                yield show
+    is_terminal = sys.stderr.isatty()
+    if is_terminal and to_stdout:
+        yield lambda counts, stats: None
         return
-    clock = output.Every(output.LINE_S)
+    clock = output.Every(_BAR_S if is_terminal else output.LINE_S)
 
-    def line(counts: BatchCounts, stats: Callable[[], EngineStats]) -> None:
+    def line(n_done: int, state: str) -> None:
+        output.note(f"requests   {n_done:,} of {n_requests:,} done, {state}")
+
+    def show(counts: BatchCounts, stats: Callable[[], EngineStats]) -> None:
         if clock.due():
-            done = f"{counts.n_done:,} of {n_requests:,} done, {counts.n_sampled:,} tokens"
-            output.note(f"requests   {done}, {_state(counts, stats())}")
+            sampled = "" if is_terminal else f"{counts.n_sampled:,} tokens, "
+            say(counts.n_done, sampled + _state(counts, stats()))
 
-    yield line
+    bar = output.bar("requests", n_requests, "compiling the first step")
+    with bar if is_terminal else contextlib.nullcontext(line) as say:
+        yield show
 
 
 def _state(counts: BatchCounts, stats: EngineStats) -> str:
@@ -144,12 +140,6 @@ def batch_summary(
     return lines
 
 
-def from_sessions(stats: EngineStats, folder: str) -> str:
-    """The line that says what requests began from a folder of sessions."""
-    n, asked = stats.prefix["session"], stats.prefix["asked"]
-    return f"sessions   {n:,} of {asked:,} prompt tokens were loaded from those in {folder}"
-
-
 def _upkeep(stats: EngineStats) -> Iterator[str]:
     """What policies have dropped and what shortage has cost, where there was any."""
     if n := stats.drops.get("tokens", 0):
@@ -169,15 +159,19 @@ def _upkeep(stats: EngineStats) -> Iterator[str]:
         yield f"{name:<10} {show_size(tier.n_bytes)}{events and ', '}{events}"
 
 
-def passed_over(folder: Path, here: Fingerprint) -> str | None:
-    """A line of a summary; None where all sessions of the folder serve, or are of other models.
+def session_lines(stats: EngineStats, folder: Path, here: Fingerprint) -> Iterator[str]:
+    """What requests began from a folder of sessions, and which of its sessions were passed over.
 
-    Weights of another type have another digest, which does not say whether they are this model's.
+    Of these there is a line where some are of this model. Weights of another type have another
+    digest, which does not say whether they are this model's.
 
     Args:
+      stats: of the engine.
       folder: with an index.
       here: the fingerprint of the engine.
     """
+    n, asked = stats.prefix["session"], stats.prefix["asked"]
+    yield f"sessions   {n:,} of {asked:,} prompt tokens were loaded from those in {folder}"
     found: Counter[str] = Counter()
     flags: dict[str, str | None] = {fingerprint.digest(here): None}
     # Sessions with one digest have one fingerprint, so few are opened.
@@ -187,12 +181,12 @@ def passed_over(folder: Path, here: Fingerprint) -> str | None:
         if flag := flags.get(entry.fingerprint):
             found[flag] += 1
     if not found:
-        return None
+        return
     shown = "; ".join(f"{n:,} with {flag}" for flag, n in found.most_common(_SHOWN))
     more = f"; {len(found) - _SHOWN:,} more settings" if len(found) > _SHOWN else ""
     n = found.total()
     were = "session there was" if n == 1 else "sessions there were"
-    return f"{'':11}{n:,} {were} passed over; of this model they serve {shown}{more}"
+    yield f"{'':11}{n:,} {were} passed over; of this model they serve {shown}{more}"
 
 
 def _entries(folder: Path) -> tuple[Entry, ...]:

@@ -17,7 +17,9 @@ import os
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import msgspec
 
 from kvrt.cli.batch.digest import Basis
 from kvrt.cli.batch.requests import MAX_LINE_BYTES, Id
@@ -25,6 +27,9 @@ from kvrt.cli.process import output
 from kvrt.errors import KvrtError, UsageError, reason
 from kvrt.files import atomic, locks
 from kvrt.files.typed_json import shown_json
+
+if TYPE_CHECKING:
+    from kvrt.cli.report.summary import Approximation
 
 BEGIN = b'{"id": '  # of every line of results
 _END = b'"n_cached": '  # stands near the end of one
@@ -46,10 +51,74 @@ _ANEW = {
 }
 _MAX_BYTES = 4 * MAX_LINE_BYTES
 _MODE = 0o600  # texts tell what the prompts were
-Record = dict[str, Any]
 
 
-def is_torn_write(data: bytes, *, n_lines: int, follows_results: bool) -> bool:
+class Result(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A line of the results, as JSON has it; a field that says nothing is left out.
+
+    Attributes:
+      id: of its request; None of a line that is no request and has none.
+      sample: which of several; likewise fields that only some results have.
+      line: its number, where it is no request.
+      seed: a random one, so that the text can be had again.
+      n_chunks: chunks before it, blended by `ratio` and `check_layer`; `n_reused` tokens of them.
+      approximations: why it is not the answer of the whole text; then it is `approximate`.
+      digest: a `Basis`, as text.
+    """
+
+    id: Id | None
+    sample: int | None = None
+    tokens: Sequence[int]
+    text: str
+    finish_reason: str
+    n_cached: int
+    line: int | None = None
+    error: str | None = None
+    seed: int | None = None
+    n_dropped: int = 0
+    score: float | None = None
+    n_chunks: int | None = None
+    ratio: float | None = None
+    check_layer: int | None = None
+    n_reused: int | None = None
+    approximate: bool = False
+    approximations: "list[Approximation]" = []
+    digest: str | None = None
+
+
+def failed(id: Id | None, error: str, *, line: int | None = None) -> Result:
+    """The line of a request that could not be served; with its number where it is none."""
+    return Result(
+        id=id, tokens=(), text="", finish_reason="error", n_cached=0, line=line, error=error
+    )
+
+
+class Held(msgspec.Struct, kw_only=True):
+    """What counts of a result that is there already; anything may stand in it."""
+
+    id: Any
+    finish_reason: Any
+    line: Any = None
+    error: Any = None
+    digest: Any = None
+
+    @property
+    def is_of_line(self) -> bool:
+        """Whether it says of a line, by its number, that it is no request."""
+        return type(self.line) is int and self.error is not None
+
+    @classmethod
+    def parse(cls, data: bytes) -> "Held":
+        """A line of results; raises ValueError for anything else."""
+        try:
+            return msgspec.convert(json.loads(data), cls)
+        except msgspec.ValidationError as error:
+            raise ValueError("it is no result") from error
+        except (ValueError, RecursionError) as error:
+            raise ValueError("it is no JSON") from error
+
+
+def _is_torn_write(data: bytes, *, n_lines: int, follows_results: bool) -> bool:
     """Whether bytes up to the end of a file are a torn write of ours, and no one else's file.
 
     Args:
@@ -61,11 +130,11 @@ def is_torn_write(data: bytes, *, n_lines: int, follows_results: bool) -> bool:
         return False
     text = data.replace(b"\0", b"")
     if not data.startswith(b"\0"):
-        return begins_like_a_line(data.partition(b"\0")[0])
+        return _begins_like_a_line(data.partition(b"\0")[0])
     return follows_results or not text or BEGIN in text or _END in text
 
 
-def begins_like_a_line(data: bytes) -> bool:
+def _begins_like_a_line(data: bytes) -> bool:
     """Whether bytes begin like a line of results, as far as they go."""
     return data.startswith(BEGIN) or BEGIN.startswith(data)
 
@@ -86,15 +155,15 @@ class Expected:
     restart: bool
     tell: Callable[[str], None]
 
-    def why_not(self, record: Mapping[str, Any]) -> str | None:
+    def why_not(self, result: Held) -> str | None:
         """Why a result does not stand; None if it does."""
-        if type(record.get("line")) is int and "error" in record:
-            return None if self.bad.get(record["line"]) == record["error"] else "line"
-        name = record["id"]
+        if result.is_of_line:
+            return None if self.bad.get(result.line) == result.error else "line"
+        name = result.id
         # A JSON true would pass for the integer 1.
         if type(name) not in (str, int) or name not in self.digests:
             return "gone"
-        old, new = Basis.parse(record.get("digest")), Basis.parse(self.digests[name])
+        old, new = Basis.parse(result.digest), Basis.parse(self.digests[name])
         assert new is not None, "digests of requests are well formed"
         if old is None:
             return "older"
@@ -104,17 +173,17 @@ class Expected:
             return "flags"
         if old.request != new.request:
             return "changed" if old.line != new.line else "flags"
-        return "limits" if "error" in record and old.limits != new.limits else None
+        return "limits" if result.error is not None and old.limits != new.limits else None
 
 
-def settle_results(path: str, fd: int, expected: Expected, max_bytes: int) -> int:
+def settle_results(path: str, fd: int, expected: Expected) -> int:
     """Takes results that do not stand out of a locked file; the descriptor to resume with.
 
     Args:
       path: of the file.
       fd: its descriptor, which is closed if this raises.
-      expected: what results have to be of.
-      max_bytes: of a line. What is longer, torn or no result is left for others to judge.
+      expected: what results have to be of. A line that is too long, torn or no result is left for
+        others to judge.
 
     Raises:
       UsageError: some would have to be refused; the file is as it was.
@@ -124,7 +193,7 @@ def settle_results(path: str, fd: int, expected: Expected, max_bytes: int) -> in
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             return fd
         with open(fd, "rb", closefd=False) as file:
-            kept, dropped = _scan(file, expected, max_bytes)
+            kept, dropped = _scan(file, expected)
             real = Path(path).resolve()
             former = next(p for p in atomic.backup_names(real) if not os.path.lexists(p))
             refused = {why: ids for why, ids in dropped.items() if why in _REFUSED}
@@ -150,47 +219,34 @@ def settle_results(path: str, fd: int, expected: Expected, max_bytes: int) -> in
     return -1
 
 
-def _scan(
-    file: BinaryIO, expected: Expected, max_bytes: int
-) -> tuple[list[tuple[int, int]], dict[str, list[Any]]]:
+def _scan(file: BinaryIO, expected: Expected) -> tuple[list[tuple[int, int]], dict[str, list[Any]]]:
     """Stretches of bytes to keep, and by the reason the ids of what does not stand."""
     kept: list[tuple[int, int]] = []
     dropped: dict[str, dict[Any, None]] = {}
     start = 0
-    while data := file.readline(max_bytes):
+    while data := file.readline(_MAX_BYTES):
         end = start + len(data)
-        record = _whole_result(data)
-        if record is None:
+        result = _whole_result(data)
+        if result is None:
             end = os.fstat(file.fileno()).st_size  # all the rest
-        why = None if record is None else expected.why_not(record)
-        if why is not None and record is not None:
-            name = record["line"] if why == "line" else json.dumps(record["id"])
+        why = None if result is None else expected.why_not(result)
+        if why is not None and result is not None:
+            name = result.line if why == "line" else json.dumps(result.id)
             dropped.setdefault(why, {})[name] = None
         elif kept and kept[-1][1] == start:
             kept[-1] = (kept[-1][0], end)
         else:
             kept.append((start, end))
         start = end
-        if record is None:
+        if result is None:
             break
     return kept, {why: list(ids) for why, ids in dropped.items()}
 
 
-def _result(data: bytes) -> Record:
-    """A line of results; raises ValueError for anything else."""
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ValueError("it is no JSON") from error
-    if not isinstance(found, dict) or not {"id", "finish_reason"} <= set(found):
-        raise ValueError("it is no result")
-    return found
-
-
-def _whole_result(data: bytes) -> Record | None:
+def _whole_result(data: bytes) -> Held | None:
     """A result; None of anything else, and of what was torn."""
     try:
-        return _result(data) if data.endswith(b"\n") else None
+        return Held.parse(data) if data.endswith(b"\n") else None
     except ValueError:
         return None
 
@@ -228,26 +284,6 @@ def _listed(ids: Mapping[str, list[Any]], whys: Mapping[str, str]) -> str:
     return ", ".join(said)
 
 
-def finished(
-    id: Id, tokens: Sequence[int], text: str, reason: str, n_cached: int, *, sample: int | None
-) -> Record:
-    """A line of the results; `sample` only where there are several."""
-    return {
-        "id": id,
-        **({} if sample is None else {"sample": sample}),
-        "tokens": list(tokens),
-        "text": text,
-        "finish_reason": reason,
-        "n_cached": n_cached,
-    }
-
-
-def failed(id: Id | None, error: str, *, line: int | None = None) -> Record:
-    """The line of a request that could not be served; with its number where it is none."""
-    record = finished(id or "", (), "", "error", 0, sample=None) | {"id": id}
-    return record | ({} if line is None else {"line": line}) | {"error": error}
-
-
 class Results:
     """A file of results, or standard output.
 
@@ -276,7 +312,7 @@ class Results:
         self._digests = expected.digests if expected else {}
         self._fd = None if path == "-" else self._open(path)
         if self._fd is not None and expected is not None:
-            fd = settle_results(path, self._fd, expected, _MAX_BYTES)
+            fd = settle_results(path, self._fd, expected)
             # Where results were taken out, another file stands there.
             self._fd = fd if fd >= 0 else self._open(path)
         self._is_file = self._fd is not None and stat.S_ISREG(os.fstat(self._fd).st_mode)
@@ -290,19 +326,22 @@ class Results:
                 self.close()
                 raise
 
-    def write(self, records: Sequence[Record]) -> None:
-        """Adds the lines of one request.
+    def write(self, results: Sequence[Result]) -> None:
+        """Adds the lines of one request, each with what it was computed with.
 
         Raises:
           KvrtError: there is no room; the file can be resumed.
         """
-        records = [self._signed(r) for r in records]
-        text = "".join(json.dumps(r, allow_nan=False) + "\n" for r in records)
+        for result in results:
+            if result.line is None:
+                result.digest = self._digests.get(result.id)
+        lines = map(msgspec.to_builtins, results)
+        text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
         if self._fd is None:
             output.write_text(text)
         else:
             self._write(self._fd, text.encode())
-        self._note(records)
+        self._note(results[0])
 
     def close(self) -> None:
         """Closes the file, which lets another process write it."""
@@ -310,11 +349,6 @@ class Results:
             os.close(self._fd)
             self._fd = -1
             self._unlock()
-
-    def _signed(self, record: Record) -> Record:
-        """A line with what its result was computed with."""
-        of_request = "line" not in record and record["id"] in self._digests
-        return record | ({"digest": self._digests[record["id"]]} if of_request else {})
 
     def _open(self, path: str) -> int:
         try:
@@ -357,12 +391,13 @@ class Results:
                 if b"\0" in data or not data.endswith(b"\n"):
                     self._check_torn(line, data, file.read(_MAX_BYTES), bool(whole))
                     break
-                record = self._parse(line, data)
-                if n_seen and record["id"] != of:
+                result = self._parse(line, data)
+                if n_seen and result.id != of:
                     raise self._foreign(line, f"request {shown_json(of)} before it is not whole")
-                of, n_seen, end = record["id"], n_seen + 1, end + len(data)
-                if n_seen == self._lines_of(record):
-                    self._note([record])
+                of, n_seen, end = result.id, n_seen + 1, end + len(data)
+                # One line a sample, and one alone for an error.
+                if n_seen == (1 if result.error is not None else self._n_samples[result.id]):
+                    self._note(result)
                     n_seen, whole = 0, end
         self.n_cut = os.fstat(fd).st_size - whole
         if self.n_cut:
@@ -373,11 +408,11 @@ class Results:
     def _check_torn(self, line: int, data: bytes, rest: bytes, follows_results: bool) -> None:
         """Refuses an end that no interruption of ours has left."""
         n_lines = max(self._n_samples.values(), default=1)
-        if len(rest) < _MAX_BYTES and is_torn_write(
+        if len(rest) < _MAX_BYTES and _is_torn_write(
             data + rest, n_lines=n_lines, follows_results=follows_results
         ):
             return
-        if len(data) < _MAX_BYTES and begins_like_a_line(data) and b"\0" not in data:
+        if len(data) < _MAX_BYTES and _begins_like_a_line(data) and b"\0" not in data:
             try:
                 record = json.loads(data)
             except (ValueError, RecursionError):
@@ -386,31 +421,29 @@ class Results:
                 return
         raise self._foreign(line, "it is no result")
 
-    def _parse(self, line: int, data: bytes) -> Record:
+    def _parse(self, line: int, data: bytes) -> Held:
         try:
-            record = _result(data)
+            result = Held.parse(data)
         except ValueError as error:
             raise self._foreign(line, str(error)) from error
-        name = record["id"]
-        if type(record.get("line")) is int and "error" in record:
-            return record
+        name = result.id
+        if result.is_of_line:
+            return result
         # A JSON true would pass for the integer 1.
         if type(name) not in (str, int) or name not in self._n_samples:
             raise self._foreign(line, f"it is of request {shown_json(name)}, which -i has not")
         if name in self.done:
             raise self._foreign(line, f"request {shown_json(name)} is there already")
-        return record
+        return result
 
-    def _lines_of(self, record: Record) -> int:
-        """Lines of the request: one a sample, and one alone for an error."""
-        return 1 if "error" in record else self._n_samples[record["id"]]
-
-    def _note(self, records: Sequence[Record]) -> None:
-        self.n_failed += any("error" in r for r in records)
-        if "line" in records[0]:
-            self.reported.add(records[0]["line"])
+    def _note(self, result: Result | Held) -> None:
+        """Takes note of a request by its last line, or by any: an error is its only one."""
+        self.n_failed += result.error is not None
+        if result.line is not None:
+            self.reported.add(result.line)
         else:
-            self.done.add(records[0]["id"])
+            assert result.id is not None
+            self.done.add(result.id)
 
     def _foreign(self, line: int, why: str) -> UsageError:
         return UsageError(

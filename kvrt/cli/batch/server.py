@@ -4,8 +4,8 @@ import contextlib
 import dataclasses
 import functools
 from collections import deque
-from collections.abc import Sequence
-from typing import Literal, Protocol, runtime_checkable
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import jax
 
@@ -14,7 +14,7 @@ from kvrt.cli.ask.answers import question_ids
 from kvrt.cli.batch.chunks import Begun, RequestChunks
 from kvrt.cli.batch.progress import BatchCounts
 from kvrt.cli.batch.requests import Asked, RequestEntry, Requests
-from kvrt.cli.batch.results import Record, Results, failed, finished
+from kvrt.cli.batch.results import Result, Results, failed
 from kvrt.cli.flags.evaluate import random_seed
 from kvrt.cli.flags.groups import BY_POSITION
 from kvrt.cli.flags.serving import BatchOptions
@@ -23,7 +23,6 @@ from kvrt.cli.report.summary import (
     AnswerCounts,
     Approximation,
     approximations,
-    exactness_fields,
 )
 from kvrt.cli.run import prompt
 from kvrt.cli.setup.config import dropping, n_kept
@@ -57,34 +56,6 @@ class AnswerLimits:
     n_ctx_train: int
     config: CacheConfig
     scored: ScoredPolicy | None = None
-
-
-@runtime_checkable
-class Serves(Protocol):
-    """What is needed of an engine."""
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a step would do anything."""
-        ...
-
-    def add_request(self, request: Request) -> None:
-        """Takes a request, or raises BadRequest."""
-        ...
-
-    def step(self) -> Sequence[Output]:
-        """What is new."""
-        ...
-
-    def cancel(
-        self,
-        request_id: str,
-        sample: int | None = None,
-        *,
-        reason: Literal["cancelled", "stop"] = "cancelled",
-    ) -> None:
-        """Ends a request, or one of its samples, for a reason that metrics count."""
-        ...
 
 
 class Compression:
@@ -137,7 +108,7 @@ class Server:
 
     def __init__(
         self,
-        engine: Serves,
+        engine: Engine,
         tokenizer: Tokenizer,
         requests: Requests,
         results: Results,
@@ -204,22 +175,21 @@ class Server:
 
     def _take(self, output: Output, live: "_Live") -> None:
         self.counts.n_sampled += len(output.tokens)
-        records = live.take(output, self._limits)
-        if records:
+        results = live.take(output, self._limits)
+        if results:
             del self._live[output.id]
         # What ended by a stop text, or with another sample, need not be computed any more.
-        for sample in live.left() if records else live.stopped(output.sample):
+        for sample, why in live.needless(None if results else output.sample):
             with contextlib.suppress(BadRequest):
-                self._engine.cancel(output.id, sample, reason=live.why_cancelled(sample))
-        if records:
-            why = {x["by"] for r in records for x in r.get("approximations", ())}
-            self.counts.approximate.update(why)
-            self._write(records)
+                self._engine.cancel(output.id, sample, reason=why)
+        if results:
+            self.counts.approximate.update({x.by for r in results for x in r.approximations})
+            self._write(results)
 
-    def _write(self, records: Sequence[Record]) -> None:
-        self._results.write(records)
+    def _write(self, results: Sequence[Result]) -> None:
+        self._results.write(results)
         self.counts.n_done += 1
-        self.counts.n_failed += "error" in records[0]
+        self.counts.n_failed += results[0].error is not None
 
 
 def request_of(asked: Asked, tokenizer: Tokenizer, begun: Begun | None = None) -> Request:
@@ -272,24 +242,19 @@ class _Live:
         """Nothing is sampled yet."""
         self.request, self._begun = request, begun
         self._id, self._policy, self._samples = asked.id, asked.options.policy, samples
-        # A random seed is in the result, so that the text can be had again.
         is_random = asked.options.seed == RANDOM and request.sampling.temp > 0
-        self._seed = {"seed": request.sampling.seed} if is_random else {}
+        self._seed = request.sampling.seed if is_random else None
 
-    def left(self) -> list[int]:
-        """Samples that the engine still serves."""
-        return [i for i, s in enumerate(self._samples) if not s.ended]
+    def needless(self, of: int | None) -> Iterator[tuple[int, Literal["cancelled", "stop"]]]:
+        """Samples that the engine still serves, and why it is to end them.
 
-    def stopped(self, sample: int) -> list[int]:
-        """A sample that has a reason to end while the engine still serves it; or none."""
-        s = self._samples[sample]
-        return [sample] if s.reason is not None and not s.ended else []
+        Sample `of` alone if a stop text has ended it; all of them for None, where one has failed.
+        """
+        for i, s in enumerate(self._samples):
+            if not s.ended and (of is None or (i == of and s.reason is not None)):
+                yield i, "cancelled" if s.reason is None else "stop"
 
-    def why_cancelled(self, sample: int) -> Literal["cancelled", "stop"]:
-        """Why the engine is to end a sample: a stop text, or the failure of another sample."""
-        return "cancelled" if self._samples[sample].reason is None else "stop"
-
-    def take(self, output: Output, limits: AnswerLimits) -> list[Record]:
+    def take(self, output: Output, limits: AnswerLimits) -> list[Result]:
         """Takes what is new; the lines of the results once it has ended as a whole."""
         self._samples[output.sample].take(output)
         if output.error is not None:
@@ -297,33 +262,34 @@ class _Live:
             return [failed(self._id, output.error)]
         if not all(s.reason for s in self._samples):
             return []
-        several = len(self._samples) > 1
-        return [
-            finished(
-                self._id,
-                s.tokens,
-                s.text(),
-                s.reason or "",
-                s.n_cached,
-                sample=i if several else None,
-            )
-            | self._seed
-            | ({"n_dropped": s.n_dropped} if s.n_dropped else {})
-            | ({} if s.score is None else {"score": s.score})
-            | (self._begun.fields if self._begun else {})
-            | self._exactness(s, limits)
-            for i, s in enumerate(self._samples)
-        ]
+        return [self._result(i, s, limits) for i, s in enumerate(self._samples)]
 
-    def _exactness(self, sample: "_Sample", limits: AnswerLimits) -> Record:
-        """Fields that say why an answer is not that of the whole text; none where it is."""
+    def _result(self, i: int, sample: "_Sample", limits: AnswerLimits) -> Result:
+        found = self._approximations(sample, limits)
+        return Result(
+            id=self._id,
+            sample=i if len(self._samples) > 1 else None,
+            tokens=sample.tokens,
+            text=sample.text(),
+            finish_reason=sample.reason or "",
+            n_cached=sample.n_cached,
+            seed=self._seed,
+            n_dropped=sample.n_dropped,
+            score=sample.score,
+            **(self._begun.fields if self._begun else {}),
+            approximate=bool(found),
+            approximations=found,
+        )
+
+    def _approximations(self, sample: "_Sample", limits: AnswerLimits) -> list[Approximation]:
+        """Why an answer is not that of the whole text; nothing where it is."""
         n_prompt, drop = len(self.request.tokens), None
         if sample.n_before_drop is not None:
             drop = Approximation(
                 by=self._policy,
                 from_token=sample.n_before_drop,
                 n_dropped=sample.n_dropped,
-                states=limits.config.on_states == "keep",
+                on_states="keep" if limits.config.on_states == "keep" else None,
             )
         prefix = self.request.private_prefix if self._begun is None else None
         counts = AnswerCounts(
@@ -333,8 +299,7 @@ class _Live:
             drop=drop,
             reused=self._begun.reused if self._begun else None,
         )
-        found = approximations(counts, limits.config, limits.scored)
-        return exactness_fields(found) if found else {}
+        return approximations(counts, limits.config, limits.scored)
 
 
 class _Sample:

@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-_MODELS = """\
+TOPICS: Mapping[str, str] = MappingProxyType(
+    {
+        "models": """\
 A model is given with -m, as one of three things:
 
   a known name    smollm2-135m (the default) or gemma3-270m; fetched
@@ -15,8 +17,8 @@ A model is given with -m, as one of three things:
 
 Repositories of Hugging Face are not fetched: download one, and give
 its folder. What --dtype makes of the weights: kvrt help types.
-"""
-_SESSIONS = """\
+""",
+        "sessions": """\
 A session is a file that holds a KV cache: tokens, cached keys and
 values, and where sampling was left.
 
@@ -34,8 +36,8 @@ values, and where sampling was left.
 A session of another model, or one that is damaged, is refused; the
 file stays as it is. kvrt run --overwrite replaces it, and keeps the
 former one as FILE~, as kvrt repair does.
-"""
-_SCHEMA = """\
+""",
+        "schema": """\
 A schema names parts of prompts, modules, that are computed once:
 
   <schema name="letter">
@@ -55,8 +57,8 @@ A schema names parts of prompts, modules, that are computed once:
 Text outside of modules is in every prompt; of a union a prompt takes
 one. Modules do not see each other, so the answer is not that of a
 prefill of the same text: prefill says how far apart they are (KL).
-"""
-_SAMPLING = """\
+""",
+        "sampling": """\
 Each token is sampled from the logits in this order:
 
   --repeat_penalty X, --repeat_last_n N   recent tokens less probable
@@ -69,8 +71,8 @@ Each token is sampled from the logits in this order:
 --stop TEXT ends before a text, --ignore_eos continues after the
 model's end, -n N ends after N tokens. --json --logprobs K shows the K
 best candidates of each token.
-"""
-_CONTEXT = """\
+""",
+        "context": """\
 -c N is how many tokens the cache holds. When it is full, run and ask
 drop older tokens and continue (context shift); --keep N never drops
 the first N tokens; --nocontext_shift ends there instead. In batch
@@ -97,8 +99,8 @@ Long texts, as an approximation:
                                        sampled token reads some cells
   --select double_sparsity --select_channels FILE
                                        the same, by heavy channels
-"""
-_MEMORY = """\
+""",
+        "memory": """\
   kvrt fit -m MODEL -c N       weights and cache in bytes, and the
                                longest context that fits
   --cache_type_k, --cache_type_v
@@ -112,8 +114,8 @@ _MEMORY = """\
                                evicted blocks stay on host and disk
 
 What does not fit is refused before anything is computed.
-"""
-_TYPES = """\
+""",
+        "types": """\
 KV dtypes, for --cache_type_k and --cache_type_v, and bits a value:
 
   f32, bf16, f16          32, 16, 16
@@ -141,8 +143,8 @@ Dtypes of the weights, which --dtype takes:
 Without --dtype a session keeps the dtype that it was written with. A
 matrix that int8 would change by over 2 % stays in bf16: the summary
 names it.
-"""
-_DEVICES = """\
+""",
+        "devices": """\
 kvrt runs on what JAX finds: a GPU or TPU with JAX's package for it,
 else the CPU. JAX_PLATFORMS=cpu (cuda, tpu) names another.
 
@@ -151,8 +153,8 @@ else the CPU. JAX_PLATFORMS=cpu (cuda, tpu) names another.
   --attention chunked          XLA's attention; the default, auto,
                                takes the device's kernel if it passes
                                a self-test (kvrt doctor)
-"""
-_EXIT_CODES = """\
+""",
+        "exit_codes": """\
   0    done
   1    a failure: damage, a full disk, a full context, a request of a
        batch that failed; fit: it does not fit
@@ -161,8 +163,8 @@ _EXIT_CODES = """\
   130  interrupted by Ctrl-C (SIGINT), 143 by SIGTERM, 129 by SIGHUP (a
        closed terminal): what was read and written is saved first; a
        second signal ends at once
-"""
-_ENVIRONMENT = """\
+""",
+        "environment": """\
   KVRT_CACHE       the folder for fetched models, compiled programs and
                    weights of int8; without it kvrt in XDG_CACHE_HOME
                    or ~/.cache
@@ -172,19 +174,6 @@ _ENVIRONMENT = """\
   JAX_PLATFORMS    cpu, cuda, rocm or tpu in place of what JAX finds
   Other variables of JAX that would change results (JAX_ENABLE_X64,
   JAX_DEFAULT_PRNG_IMPL, JAX_DEFAULT_MATMUL_PRECISION, ...) change none.
-"""
-
-TOPICS: Mapping[str, str] = MappingProxyType(
-    {
-        "models": _MODELS,
-        "sessions": _SESSIONS,
-        "schema": _SCHEMA,
-        "sampling": _SAMPLING,
-        "context": _CONTEXT,
-        "memory": _MEMORY,
-        "types": _TYPES,
-        "devices": _DEVICES,
-        "exit_codes": _EXIT_CODES,
-        "environment": _ENVIRONMENT,
+""",
     }
 )

@@ -74,13 +74,21 @@ class _Signals:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Gives the signals back."""
+        """Gives the signals back.
+
+        Raises:
+          Ended: there was a signal, and then an exception that it may have caused.
+        """
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._fd)
         self._tell.close()
         self._thread.join()
         self._hear.close()
+        self._closed(error)
+
+    def _closed(self, error: BaseException | None) -> None:
+        """What follows once the signals are given back; may raise Ended."""
 
     def _between(self, number: int, frame: FrameType | None) -> None:
         self._number = number
@@ -113,18 +121,8 @@ class Unwinding(_Signals):
         self._unraisable, sys.unraisablehook = sys.unraisablehook, self._swallowed
         return super().__enter__()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Gives the signals back; what a library has made of `Ended` is `Ended` again.
-
-        Raises:
-          Ended: there was a signal, and then another exception.
-        """
-        super().__exit__(kind, error, trace)
+    def _closed(self, error: BaseException | None) -> None:
+        """What a library has made of `Ended` is `Ended` again."""
         sys.unraisablehook = self._unraisable
         if self._number is not None and isinstance(error, Exception):
             raise Ended(self._number) from error
@@ -158,18 +156,8 @@ class Interrupt(_Signals):
         if self.asked:
             raise Interrupted
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Gives the signals back; an error after one, of a closed terminal for example, is `Ended`.
-
-        Raises:
-          Ended: there was a signal, and then an error.
-        """
-        super().__exit__(kind, error, trace)
+    def _closed(self, error: BaseException | None) -> None:
+        """An error after a signal, of a closed terminal for example, is `Ended`."""
         if self._number is not None and isinstance(error, KvrtError | OSError):
             raise Ended(self._number, str(error)) from error
 

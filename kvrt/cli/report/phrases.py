@@ -40,7 +40,8 @@ def reused(name: str, plan: ReusePlan, seconds: float) -> str:
     """The line of a run: what a session gave, what is evaluated all the same, and why."""
     done = f"{counted(plan.n_reused, 'token')} restored in {seconds:.2f} s"
     rest = f"{plan.n_evaluated:,} recomputed: {'; '.join(why(plan))}"
-    return f"{name}: {done}, {rest}{_approximate(plan)}"
+    exact = "" if plan.n_exact is None else f"; approximate from token {plan.n_exact:,} on"
+    return f"{name}: {done}, {rest}{exact}"
 
 
 def restored(path: Path, found: "Restored") -> str:
@@ -111,9 +112,3 @@ def compiled(n: int, seconds: float, n_from_disk: int) -> str:
         f"compiled   {n} {'program' if n == 1 else 'programs'} in {seconds:.2f} s{disk}, "
         "not counted above"
     )
-
-
-def _approximate(plan: ReusePlan) -> str:
-    if plan.n_exact is None:
-        return ""
-    return f"; approximate from token {plan.n_exact:,} on"

@@ -8,8 +8,9 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
 import numpy as np
 
 from kvrt import Stats, kv_types
@@ -37,6 +38,11 @@ _REASONS = {
     "interrupted": "interrupted",
     "bad_logits": "logits are not finite",
 }
+# Fields of a run and of its runtime's counters that its JSON has by their own names.
+_ANSWER = ("n_prompt", "tokens", "text", "finish_reason", "seed")
+_COUNTERS = ("n_ctx", "n_kv", "cells_used", "n_shift", "n_dropped", "n_defrag", "programs")
+_COUNTERS += ("n_compiles", "n_from_disk", "compile_s")
+_TIMES = ("prefill_s", "decode_s", "prefill_tps", "decode_tps")
 # Why a context checkpoint is there no more, by the reason of a `LostCheckpoint`.
 _LOST = {
     "evicted": "evicted for newer ones",
@@ -55,29 +61,21 @@ _SAID = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Approximation:
-    """One reason why an answer is not that of the whole text.
+class Approximation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One reason why an answer is not that of the whole text, as JSON has it.
 
     Attributes:
       by: a policy or a kind of sparse reads as flags name it, or what was reused.
       from_token: the first token, counted from 0 through prompt and answer, that was computed
         without the whole text before it.
       n_dropped: tokens that a policy by position dropped.
-      states: whether states of recurrent layers have those all the same.
+      on_states: "keep" where states of recurrent layers have those all the same.
     """
 
     by: str
     from_token: int
     n_dropped: int = 0
-    states: bool = False
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """The JSON object."""
-        dropped = {"n_dropped": self.n_dropped} if self.n_dropped else {}
-        kept = {"on_states": "keep"} if self.states else {}
-        return {"by": self.by, "from_token": self.from_token, **dropped, **kept}
+    on_states: Literal["keep"] | None = None
 
     @property
     def line(self) -> str:
@@ -85,7 +83,7 @@ class Approximation:
         said = _SAID.get(self.by, "each kv head keeps some tokens")
         if self.n_dropped:
             said = f"{self.n_dropped:,} older tokens were dropped"
-            said += ", recurrent states keep them" if self.states else ""
+            said += ", recurrent states keep them" if self.on_states else ""
         return f"approximate from token {self.from_token:,} on: {said} ({self.by})"
 
 
@@ -141,11 +139,6 @@ def approximations(
         first = max(counts.n_prompt, select.n_cells + 1)
         found.append(Approximation(by=select.name, from_token=first))
     return sorted((x for x in found if x.from_token < n), key=lambda x: x.from_token)
-
-
-def exactness_fields(found: Sequence[Approximation]) -> dict[str, Any]:
-    """The JSON fields that say so."""
-    return {"approximate": bool(found), "approximations": [x.fields for x in found]}
 
 
 def exactness_lines(found: Sequence[Approximation]) -> list[str]:
@@ -344,33 +337,16 @@ def outcome_json(
     """One JSON object, `more` its last fields; a rate of no tokens is null."""
     stats = outcome.stats
     fields: dict[str, Any] = {} if question is None else {"question": question}
-    fields |= {
-        "model": outcome.model,
-        "weights": outcome.dtype,
-        "n_prompt": outcome.n_prompt,
-        "tokens": list(outcome.tokens),
-        "text": outcome.text,
-        "finish_reason": outcome.finish_reason,
-        "seed": outcome.seed,
-        "n_ctx": stats.n_ctx,
-        "n_kv": stats.n_kv,
-        "cells_used": stats.cells_used,
-        "n_shift": stats.n_shift,
-        "n_dropped": stats.n_dropped,
-        "n_defrag": stats.n_defrag,
-        "programs": stats.programs,
-        "n_compiles": stats.n_compiles,
-        "n_from_disk": stats.n_from_disk,
-        "compile_s": stats.compile_s,
-        "attention": dataclasses.asdict(stats.attention),
-        **{"type_k": stats.type_k, "type_v": stats.type_v},
-        "prefill_s": outcome.prefill_s,
-        "decode_s": outcome.decode_s,
-        "prefill_tps": outcome.prefill_tps,
-        "decode_tps": outcome.decode_tps,
-        "rss_bytes": rss_bytes(),
-    }
-    fields |= _where_used(stats) | exactness_fields(outcome.approximations)
+    fields |= {"model": outcome.model, "weights": outcome.dtype}
+    fields |= {name: getattr(outcome, name) for name in _ANSWER}
+    fields |= {name: getattr(stats, name) for name in _COUNTERS}
+    fields["attention"] = dataclasses.asdict(stats.attention)
+    fields |= {"type_k": stats.type_k, "type_v": stats.type_v}
+    fields |= {name: getattr(outcome, name) for name in _TIMES}
+    fields["rss_bytes"] = rss_bytes()
+    fields |= _where_used(stats)
+    fields["approximate"] = bool(outcome.approximations)
+    fields["approximations"] = msgspec.to_builtins(outcome.approximations)
     if stats.select:
         n_read, n_cached = cells_read(outcome, stats.select)
         fields |= {"select": stats.select.name, "n_read": n_read, "n_cached": n_cached}
@@ -415,11 +391,6 @@ def rss_bytes() -> int | None:
     return most if sys.platform == "darwin" else most * 1024
 
 
-def cell_map(cells: Cells, width: int = MAP_WIDTH) -> list[str]:
-    """The signs of a runtime's cells; see `cell_map.signs`."""
-    return signs(np.asarray(cells.seqs), width)
-
-
 def print_cells(cells: Cells, stats: Stats) -> None:
     """The cell map on standard error with the first cell of each row, in colours on a terminal.
 
@@ -432,7 +403,7 @@ def print_cells(cells: Cells, stats: Stats) -> None:
     room = shutil.get_terminal_size().columns - digits - 1
     width = max(room // 8 * 8, 8) if console.is_terminal else MAP_WIDTH
     before = ""
-    for i, row in enumerate(rows := cell_map(cells, width)):
+    for i, row in enumerate(rows := signs(np.asarray(cells.seqs), width)):
         if row != before or i == len(rows) - 1:
             line = Text(f"{i * width:>{digits}} ", style="dim")
             console.print(line.append_text(_coloured(row)))

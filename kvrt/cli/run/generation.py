@@ -4,7 +4,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
-from kvrt import Runtime, Sampling, Stats, Token
+from kvrt import Runtime, Stats, Token
 from kvrt.cli.flags.evaluate import WriteFlags
 from kvrt.cli.process import output
 from kvrt.cli.process.interrupt import Interrupt, Interrupted
@@ -204,7 +204,7 @@ class Generation:
                 by=first.policy,
                 from_token=first.n_past,
                 n_dropped=stats.n_dropped,
-                states=self._runtime.config.on_states == "keep",
+                on_states="keep" if self._runtime.config.on_states == "keep" else None,
             )
         counts = AnswerCounts(
             n_prompt=len(reading.ids),
@@ -226,10 +226,10 @@ class Generation:
         """Where sampling was left: the newest token is not in the cache."""
         if not self._sampled:
             return None
-        config = dataclasses.asdict(self._sampling())
+        said = dataclasses.asdict(config.sampling(self.options))
         before = self.reading.after.n_sampled if self.reading.after else 0
         return SamplingState(
-            token=self._sampled[-1], n_drawn=before + self._n_generated, sampling=config
+            token=self._sampled[-1], n_drawn=before + self._n_generated, sampling=said
         )
 
     def _texts(self) -> dict[int, str]:
@@ -246,7 +246,7 @@ class Generation:
         ends = config.stop_ids(self.options, self._model.tokenizer)
         tokens = self._runtime.generate(
             self.options.n_predict if self.options.n_predict >= 0 else None,
-            sampling=self._sampling(),
+            sampling=config.sampling(self.options),
             stop_ids=ends,
             recent=self.reading.ids,
             n_best=self._n_best,
@@ -292,6 +292,3 @@ class Generation:
         else:
             output.write_generated(text)
             self.last = text
-
-    def _sampling(self) -> Sampling:
-        return config.sampling(self.options)

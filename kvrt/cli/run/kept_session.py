@@ -171,7 +171,11 @@ class KeptSession(SessionFile):
             raise UsageError(f"{self.path}: is a folder of sessions; name the one to append to")
         if not self.follows(given) or self.opened is None:
             if given.is_none:
-                raise self._nothing()
+                what = "which of its sessions" if self._library else "what"
+                raise UsageError(
+                    f"--session {self.path}: there is nothing to say {what} to resume; give a "
+                    "prompt with -p, -f or --tokens"
+                )
             return prompt.prompt_ids(given, tokenizer, chat=given.chat)
         held, draw = self.opened.held[1].tolist(), self.opened.draw
         newest = None if draw is None else draw.token
@@ -244,13 +248,6 @@ class KeptSession(SessionFile):
             if self._writes:
                 check_sound(self.path, runtime, reading)
             self.save(runtime, reading.read)
-
-    def _nothing(self) -> UsageError:
-        what = "which of its sessions" if self._library else "what"
-        return UsageError(
-            f"--session {self.path}: there is nothing to say {what} to resume; give a prompt "
-            "with -p, -f or --tokens"
-        )
 
 
 def check_sound(path: Path, runtime: Runtime, reading: Reading) -> None:

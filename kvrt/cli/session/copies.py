@@ -187,7 +187,7 @@ def execute_convert(options: ConvertOptions) -> int:
     old = (
         session.read(path) if options.model is None else _read_foreign(path, options.model, options)
     )
-    row_type = _row_type(options.to)
+    row_type = next((x for x in get_args(KVDtype) if x == options.to), None)
     if row_type is not None:
         turns = _given(options)
         made = edit.convert(old, row_type, row_type, hadamard=turns)
@@ -229,10 +229,6 @@ def _read_foreign(path: Path, name: str, options: ConvertOptions) -> Snapshot:
         for part, n in zip(found.groups, sizes, strict=True)
     ]
     return dataclasses.replace(found, groups=tuple(parts))
-
-
-def _row_type(wanted: str | None) -> KVDtype | None:
-    return next((row_type for row_type in get_args(KVDtype) if row_type == wanted), None)
 
 
 def _given(options: ConvertOptions) -> bool | None:

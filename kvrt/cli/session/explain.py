@@ -34,15 +34,18 @@ def execute(options: ExplainOptions, given: prompt.Prompt) -> int:
     path = Path(options.session)
     tokenizer = load.open_tokenizer(options.model)
     ids = prompt.prompt_ids(given, tokenizer, chat=given.chat)
-    choice = _choice(path, ids, tokenizer, options.model) if is_library(path) else None
-    opened = choice.opened if choice else open_existing(path).choose(options.seq, name="--seq")
+    choice = None
+    if is_library(path):
+        opened, choice = _choice(path, ids, tokenizer, options.model)
+    else:
+        opened = open_existing(path).choose(options.seq, name="--seq")
     _check(opened, tokenizer, options.model)
     plan, chunks = (_plan(opened, ids, chunks=chunks) for chunks in (False, True))
     held = opened.held[1]
     sides = _sides(plan, held, np.asarray(ids, np.int32), tokenizer)
     gone = turns.left_out(held.tolist(), tokenizer) if given.chat else None
     if options.json:
-        facts: dict[str, Any] = {"folder": choice.fields()} if choice else {}
+        facts: dict[str, Any] = {"folder": dataclasses.asdict(choice)} if choice else {}
         if given.chat:
             facts["left_out_by_template"] = gone and gone.fields()
         output.write_text(json.dumps(facts | _fields(plan, chunks, sides)) + "\n")
@@ -55,17 +58,17 @@ def execute(options: ExplainOptions, given: prompt.Prompt) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What a folder has for a prompt.
+    """What a folder has for a prompt, as JSON has it.
 
     Attributes:
-      opened: the session that shares most with it.
+      session: the one that shares most with it.
       n_common: tokens that it shares at the beginning.
       others: sessions that share as many, the one used last first.
       n_sessions: sessions of the same model and settings.
       leaves: those whose tokens no other one continues, the one used longest ago first.
     """
 
-    opened: OpenedSession
+    session: str
     n_common: int
     others: tuple[str, ...]
     n_sessions: int
@@ -73,27 +76,17 @@ class Choice:
 
     def lines(self, folder: Path) -> list[str]:
         """For a reader."""
-        n = self.n_sessions
         like = f", as {', '.join(self.others)}" if self.others else ""
         return [
-            f"{folder}: {n} {'session' if n == 1 else 'sessions'} of this kind",
-            f"{self.opened.path.name} shares the first "
-            f"{phrases.counted(self.n_common, 'token')}{like}",
+            f"{folder}: {phrases.counted(self.n_sessions, 'session')} of this kind",
+            f"{self.session} shares the first {phrases.counted(self.n_common, 'token')}{like}",
             f"no other continues: {', '.join(self.leaves)}",
         ]
 
-    def fields(self) -> dict[str, Any]:
-        """For a program."""
-        return {
-            "session": self.opened.path.name,
-            "n_common": self.n_common,
-            "others": list(self.others),
-            "n_sessions": self.n_sessions,
-            "leaves": list(self.leaves),
-        }
 
-
-def _choice(folder: Path, ids: list[int], tokenizer: Tokenizer, model: str) -> Choice:
+def _choice(
+    folder: Path, ids: list[int], tokenizer: Tokenizer, model: str
+) -> tuple[OpenedSession, Choice]:
     """The session of a folder to resume, of those that the model's tokenizer made.
 
     Raises:
@@ -117,7 +110,7 @@ def _choice(folder: Path, ids: list[int], tokenizer: Tokenizer, model: str) -> C
         )
     tree, opened, n_common, others = max(found, key=lambda x: x[2])
     leaves = tuple(Path(str(name)).name for name in tree.leaves())
-    return Choice(opened, n_common, others, len(tree), leaves)
+    return opened, Choice(opened.path.name, n_common, others, len(tree), leaves)
 
 
 def _plan(opened: OpenedSession, ids: list[int], *, chunks: bool) -> ReusePlan:

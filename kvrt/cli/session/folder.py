@@ -4,7 +4,7 @@ import dataclasses
 import datetime
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,79 +159,40 @@ def execute_prune(options: PruneOptions) -> int:
     if gone and not options.dry_run:
         library.take_in(found.entries, found.contents)
         gone = library.prune(budget)
-    stays = frozenset(e.path.name for e in wanted) - {e.path.name for e in gone}
-    report = Pruned(found, gone, budget, stays, dry_run=options.dry_run)
-    output.write_text(report.to_json() if options.json else report.to_table())
+    names = {e.path.name for e in gone}
+    in_use = {e.path.name for e in wanted} - names
+    kept = [e for e in reversed(found.entries) if e.path.name not in names]
+    n_bytes = sum(e.n_bytes for e in found.entries)
+    why = f"used least recently; {show_size(n_bytes)} are above {show_size(budget)}"
+
+    def why_kept(entry: Entry) -> str:
+        is_used = entry.path.name in in_use
+        return "saved by another process meanwhile" if is_used else "within the budget"
+
+    verb = "would be deleted" if options.dry_run else "deleted"
+    rows = [*((e, verb, why) for e in gone), *((e, "kept", why_kept(e)) for e in kept)]
+    refused = {k: x.removeprefix(f"{found.folder}{os.sep}") for k, x in found.refused.items()}
+    _report(options, rows, refused)
     if not options.quiet:
-        output.note(report.summary())
+        output.note(
+            f"{len(gone):,} of {len(rows):,} sessions {verb}, "
+            f"{sum(e.n_bytes for e in gone):,} bytes; "
+            f"{sum(e.n_bytes for e in kept):,} are left"
+        )
     return 0
 
 
-class Pruned:
-    """Which sessions go, which stay, and why."""
-
-    def __init__(
-        self,
-        found: Survey,
-        gone: Sequence[Entry],
-        budget: int,
-        in_use: Collection[str],
-        *,
-        dry_run: bool,
-    ):
-        """With what was found, what was deleted of it or would be, and the budget in bytes.
-
-        Sessions `in_use` were due, and others saved them meanwhile.
-        """
-        self._in_use = in_use
-        self._gone, self._dry_run = gone, dry_run
-        names = {e.path.name for e in gone}
-        self._kept = [e for e in found.entries if e.path.name not in names]
-        folder_of = f"{found.folder}{os.sep}"
-        self._refused = {k: why.removeprefix(folder_of) for k, why in found.refused.items()}
-        n_bytes = sum(e.n_bytes for e in found.entries)
-        self._why = f"used least recently; {show_size(n_bytes)} are above {show_size(budget)}"
-
-    def to_table(self) -> str:
-        """A line for each file, what goes first."""
-        verb = "would be deleted" if self._dry_run else "deleted"
-        rows = [_fate(e, verb, self._why) for e in self._gone]
-        rows += [_fate(e, "kept", self._why_kept(e)) for e in reversed(self._kept)]
-        rows += [(name, "", "", "kept", why) for name, why in self._refused.items()]
-        return table(("session", "bytes", "last use", "", "why"), rows)
-
-    def to_json(self) -> str:
-        """One object in a line."""
-        fields = {
-            "dry_run": self._dry_run,
-            "deleted": [_fate_fields(e, self._why) for e in self._gone],
-            "kept": [_fate_fields(e, self._why_kept(e)) for e in reversed(self._kept)],
-            "no_sessions": self._refused,
-        }
-        return json.dumps(fields) + "\n"
-
-    def _why_kept(self, entry: Entry) -> str:
-        is_used = entry.path.name in self._in_use
-        return "saved by another process meanwhile" if is_used else "within the budget"
-
-    def summary(self) -> str:
-        """One line."""
-        n, verb = len(self._gone), "would be deleted" if self._dry_run else "deleted"
-        return (
-            f"{n:,} of {n + len(self._kept):,} sessions {verb}, "
-            f"{sum(e.n_bytes for e in self._gone):,} bytes; "
-            f"{sum(e.n_bytes for e in self._kept):,} are left"
-        )
-
-
-def _fate(entry: Entry, verb: str, why: str) -> tuple[str, ...]:
-    return entry.path.name, f"{entry.n_bytes:,}", last_use(entry), verb, why
-
-
-def _fate_fields(entry: Entry, why: str) -> dict[str, Any]:
-    return {
-        "path": str(entry.path),
-        "n_bytes": entry.n_bytes,
-        "used_ns": entry.used_ns,
-        "why": why,
-    }
+def _report(
+    options: PruneOptions, rows: Sequence[tuple[Entry, str, str]], refused: Mapping[str, str]
+) -> None:
+    """Writes what goes first, what stays, and files that are no sessions; each with its reason."""
+    if not options.json:
+        lines = [(e.path.name, f"{e.n_bytes:,}", last_use(e), *said) for e, *said in rows]
+        lines += [(name, "", "", "kept", why) for name, why in refused.items()]
+        output.write_text(table(("session", "bytes", "last use", "", "why"), lines))
+        return
+    fields: dict[str, Any] = {"dry_run": options.dry_run, "deleted": [], "kept": []}
+    for entry, fate, why in rows:
+        said = {"path": str(entry.path), "n_bytes": entry.n_bytes, "used_ns": entry.used_ns}
+        fields["kept" if fate == "kept" else "deleted"].append(said | {"why": why})
+    output.write_text(json.dumps(fields | {"no_sessions": refused}) + "\n")

@@ -2,7 +2,7 @@
 
 import html
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ def session_facts(opened: OpenedSession) -> dict[str, Any]:
 
 
 def cell_maps(opened: OpenedSession) -> list[list[str]]:
-    """A map of the cells of each group; see `cell_map.signs`.
+    """A map of the cells of each group; see `tables.signs`.
 
     Raises:
       BadSession: there are more than anybody would look at.
@@ -131,18 +131,22 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
+def _sections(facts: dict[str, Any]) -> Iterator[tuple[str, list[str], list[list[Any]]]]:
+    """Title, heads and rows of each table: of the session, its sequences and its groups."""
+    simple = [[k, v] for k, v in facts.items() if not isinstance(v, (list, dict))]
+    yield "", ["", ""], simple + [[f"model {k}", v] for k, v in facts["model"].items()]
+    for name in ("sequences", "groups"):
+        if rows := facts[name]:
+            yield name, list(rows[0]), [list(row.values()) for row in rows]
+
+
 def render(facts: dict[str, Any]) -> str:
     """The page of what `contents.session_facts` gives, with "cells"."""
     title = html.escape(facts["path"])
     out = [_HEAD % title, f"<h1>{title}</h1>"]
-    simple = {k: v for k, v in facts.items() if not isinstance(v, (list, dict))}
-    simple |= {f"model {k}": v for k, v in facts["model"].items()}
-    out.append(_table(("", ""), [(k, v) for k, v in simple.items() if k != "path"]))
-    for name in ("sequences", "groups"):
-        rows = facts[name]
-        if rows:
-            out.append(f"<h2>{name}</h2>")
-            out.append(_table(list(rows[0]), [list(row.values()) for row in rows]))
+    for name, heads, rows in _sections(facts):
+        out += [f"<h2>{name}</h2>"] if name else []
+        out.append(_table(heads, [row for row in rows if row[0] != "path"]))
     for i, lines in enumerate(facts["cells"]):
         out.append(f"<h2>cells of group {i}</h2>\n<p>{_SIGNS}</p>")
         out.append("<pre>" + html.escape("\n".join(lines)) + "</pre>")
@@ -184,14 +188,10 @@ def execute(options: InspectOptions) -> int:
 
 
 def _tables(facts: dict[str, Any], options: InspectOptions) -> str:
-    simple = [(k, _value(v)) for k, v in facts.items() if not isinstance(v, (list, dict))]
-    simple += [(f"model {k}", _value(v)) for k, v in facts["model"].items()]
-    out = [table(("", ""), simple)]
-    for name in ("sequences", "groups"):
-        rows = facts[name]
-        if rows:
-            heads = list(rows[0])
-            out.append(table(heads, [[_value(row[h]) for h in heads] for row in rows]))
+    out = [
+        table(heads, [[_value(x) for x in row] for row in rows])
+        for _, heads, rows in _sections(facts)
+    ]
     if options.cells:
         for i, lines in enumerate(facts["cells"]):
             out.append(f"cells of group {i}\n" + "\n".join(lines) + "\n")

@@ -5,11 +5,9 @@ import json
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvrt.cli.flags.evaluate import EvalFlags, SamplingFlags
-from kvrt.errors import (
-    BadConfig,
-    BadSession,
-)
+from kvrt.errors import BadConfig, BadSession
 from kvrt.options.cache import CacheConfig
+from kvrt.options.option import Options
 from kvrt.session import OpenedSession, described, fingerprint
 from kvrt.session.manifest import Manifest
 
@@ -21,6 +19,7 @@ _Flags = TypeVar("_Flags", bound=EvalFlags)
 # Of a text whose session has some, where no flag says how many.
 _N_CHECKPOINTS = 32
 _Drawn = TypeVar("_Drawn", bound=SamplingFlags)
+_AnyFlags = TypeVar("_AnyFlags", bound=Options)
 
 
 def follow(options: _Flags, found: Manifest) -> _Flags:
@@ -28,6 +27,7 @@ def follow(options: _Flags, found: Manifest) -> _Flags:
     said = found.fingerprint
     extend = said.get("self_extend") or {}
     options = follow_types(options, found)
+    masks = [described.mask(said, i) for i in range(len(found.groups))]
     wanted = {
         "rope": said.get("rope"),
         "hadamard": said.get("hadamard"),
@@ -35,11 +35,16 @@ def follow(options: _Flags, found: Manifest) -> _Flags:
         "grp_attn_n": extend.get("ga_n"),
         "grp_attn_w": extend.get("ga_w"),
         "self_extend": extend.get("kind", "cache") if extend else None,
-        "window_sinks": _window_sinks(found),
+        "window_sinks": max((m.n_sink for m in masks if m.kind == "window"), default=None),
         "n_checkpoints": max(len(found.checkpoints), _N_CHECKPOINTS) if found.checkpoints else None,
     }
     if said.get("scored") and "policy" not in options.given:
         wanted |= _scored_policy(found)
+    return _filled(options, wanted)
+
+
+def _filled(options: _AnyFlags, wanted: dict[str, Any]) -> _AnyFlags:
+    """The options with these values, but for None, in place of flags that were not given."""
     new = {k: v for k, v in wanted.items() if v is not None and k not in options.given}
     return dataclasses.replace(options, **new)
 
@@ -64,26 +69,11 @@ def _scored_policy(found: Manifest) -> dict[str, Any]:
     return {"policy": name, **wanted}
 
 
-def _window_sinks(found: Manifest) -> int | None:
-    """First tokens that windowed layers of a session go on seeing; None where there are none."""
-    masks = [described.mask(found.fingerprint, i) for i in range(len(found.groups))]
-    return max((m.n_sink for m in masks if m.kind == "window"), default=None)
-
-
 def follow_types(options: _Flags, found: Manifest) -> _Flags:
     """The options with the KV dtypes of a session where no flags name any."""
     said = found.fingerprint
-    wanted = {
-        "cache_type_k": _types(said.get("type_k")),
-        "cache_type_v": _types(said.get("type_v")),
-    }
-    new = {k: v for k, v in wanted.items() if v is not None and k not in options.given}
-    return dataclasses.replace(options, **new)
-
-
-def _types(said: Any) -> Any:
-    """KV dtypes as flags give them."""
-    return tuple(said) if isinstance(said, list) else said
+    types = {f"cache_{name}": said.get(name) for name in ("type_k", "type_v")}
+    return _filled(options, {k: tuple(x) if isinstance(x, list) else x for k, x in types.items()})
 
 
 def follow_sampling(options: _Drawn, opened: OpenedSession | None) -> _Drawn:
@@ -107,8 +97,8 @@ def follow_sampling(options: _Drawn, opened: OpenedSession | None) -> _Drawn:
         raise BadSession(
             f"{opened.path}: its settings of sampling: {error}; give a sound session"
         ) from error
-    names = {f.name for f in dataclasses.fields(SamplingFlags)} - {"given"} - options.given
-    return dataclasses.replace(options, **{k: v for k, v in said.items() if k in names})
+    names = {f.name for f in dataclasses.fields(SamplingFlags)} - {"given"}
+    return _filled(options, {k: v for k, v in said.items() if k in names})
 
 
 def check_fits(

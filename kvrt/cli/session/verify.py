@@ -81,7 +81,7 @@ def compare_logits(runtime: "Runtime", snapshot: Snapshot, opened: OpenedSession
 def _runtime(options: VerifyOptions, name: str, opened: OpenedSession) -> "Runtime":
     """A runtime like the one that the session is from, with the model's weights."""
     from kvrt import Runtime
-    from kvrt.cli.process import output, startup
+    from kvrt.cli.process import startup
     from kvrt.cli.setup.config import cache_config
     from kvrt.cli.setup.model import choose_weights, open_with_status
 

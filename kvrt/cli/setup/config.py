@@ -13,7 +13,14 @@ import jax
 from kvrt import LayerSkip, PromptLookup, Sampling, Speculation
 from kvrt.attention.scored.layers import LayerKinds, by_kind
 from kvrt.cache import checks
-from kvrt.cli.flags.evaluate import UNTIL_FULL, EvalFlags, LengthFlags, RunOptions, WriteFlags
+from kvrt.cli.flags.evaluate import (
+    UNTIL_FULL,
+    DraftFlags,
+    EvalFlags,
+    LengthFlags,
+    RunOptions,
+    WriteFlags,
+)
 from kvrt.cli.flags.groups import BY_POSITION, SelectFlags
 from kvrt.cli.flags.serving import BatchOptions, BlockFlags, DoctorOptions, FitOptions
 from kvrt.cli.flags.session_files import ChunkFlags
@@ -179,7 +186,7 @@ def speculation(
     options: LengthFlags, drafter: Drafter | LayerSkip | None = None
 ) -> Speculation | None:
     """Drafts that are verified, as the flags ask for them; what drafts may still be opened."""
-    if not isinstance(options, RunOptions) or options.draft is None:
+    if not isinstance(options, DraftFlags) or options.draft is None:
         return None
     found = drafter or named_drafter(options.draft) or PromptLookup()
     return Speculation(drafter=found, n_draft=options.n_draft)
@@ -239,7 +246,7 @@ def check_prompt(options: EvalFlags, n_prompt: int, spec: DecoderSpec, config: C
     Raises:
       UsageError: it does not fit, and nothing shifts.
     """
-    n_least = n_prompt + _writes(options)
+    n_least = n_prompt + (isinstance(options, LengthFlags) and options.n_predict != 0)
     remedy = _room_for(n_prompt + answer_length(options), spec, options)
     if options.policy_name not in BY_POSITION:
         return
@@ -307,8 +314,9 @@ def _warn_behind_window(options: EvalFlags, n_prompt: int, config: CacheConfig) 
 
 def shifts(options: EvalFlags) -> bool:
     """Whether the flags let older text go."""
+    until_full = isinstance(options, LengthFlags) and options.n_predict == UNTIL_FULL
     # SelfExtend would move positions as well; llama.cpp's tool leaves out the shift then.
-    return options.policy_name != "none" and not _until_full(options) and not options.extends
+    return options.policy_name != "none" and not until_full and not options.extends
 
 
 def policy_of_run(
@@ -458,12 +466,3 @@ def dropping(options: _Options, n_ctx: int, n_keep: int = 0) -> ContextShift | A
     if options.policy_name == "context_shift":
         return ContextShift(n_keep=n_keep, **options.part(ContextShift))
     return AttentionSinks(n_window=options.window(n_ctx), **options.part(AttentionSinks))
-
-
-def _writes(options: EvalFlags) -> bool:
-    """Whether a token is to follow the prompt."""
-    return isinstance(options, LengthFlags) and options.n_predict != 0
-
-
-def _until_full(options: EvalFlags) -> bool:
-    return isinstance(options, LengthFlags) and options.n_predict == UNTIL_FULL

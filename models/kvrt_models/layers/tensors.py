@@ -5,7 +5,6 @@ three short ones, for a step of one token is bound by how the matrices are read.
 """
 
 import functools
-from collections.abc import Callable
 
 from kvrt_models.families.shared.registry import family_of
 from kvrt_models.layers.delta.net import GatedDeltaNet, KimiDelta
@@ -165,9 +164,10 @@ def weight_parts(of: DecoderSpec) -> dict[str, tuple[str, ...]]:
             weights[name] = (name,)
             continue
         whole, parts = stack[kind]
-        renamed = _renamer(name, kind)
+        before, after = name.split(f".{kind}.")
+        tensors = (f"{before}.{part}.{after}" for part in parts)
         # A layer that reads the keys and values of another makes queries alone.
-        weights[renamed(whole)] = tuple(x for x in map(renamed, parts) if x in there)
+        weights[f"{before}.{whole}.{after}"] = tuple(x for x in tensors if x in there)
     return weights
 
 
@@ -175,8 +175,3 @@ def weight_shape(of: DecoderSpec, parts: tuple[str, ...]) -> tuple[int, ...]:
     """The shape of a decoder's weight made of these tensors."""
     shapes = [tensor_shape(of, part) for part in parts]
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
-
-
-def _renamer(name: str, kind: str) -> Callable[[str], str]:
-    before, after = name.split(f".{kind}.")
-    return lambda other: f"{before}.{other}.{after}"

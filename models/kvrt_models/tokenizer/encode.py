@@ -8,7 +8,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,20 +18,11 @@ from kvrt_models.identity import tokenizer_digest
 from kvrt_models.tokenizer.split import SplitCodec
 from kvrt_models.tokenizer.vocab import PREFIX, Kind, Vocab, ordinary_ends, strings, vocab_from_gguf
 
+if TYPE_CHECKING:
+    from kvrt_models.tokenizer.hf_folder import FolderCodec
+
 # Keys of GGUF metadata that decide how text is cut, beside the vocabulary itself.
 _RULES = ("model", "pre", "merges", "scores", "add_space_prefix", "remove_extra_whitespaces")
-
-
-class TokenCodec(Protocol):
-    """Encodes text and gives the bytes of tokens; one class a tokenizer library."""
-
-    def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Ids of a text that is valid UTF-8."""
-        ...
-
-    def token_bytes(self, token: int) -> bytes:
-        """Raw bytes of an id inside the vocabulary."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +37,7 @@ class Tokenizer:
     """
 
     vocab: Vocab
-    codec: TokenCodec
+    codec: "SplitCodec | FolderCodec"
     digest: str
     beyond: Mapping[int, str] = dataclasses.field(default_factory=dict)
 

@@ -155,16 +155,14 @@ def _post_processor(step: Mapping[str, Any]) -> bool:
         and max(len(single), len(special)) <= MAX_STEPS
         and all(isinstance(t, dict) and _few(t.get("ids")) for t in special.values())
         # The library panics where a piece names a token that is not there.
-        and all(_text_itself(p) or _named(p, "SpecialToken") in special for p in single)
+        and all(
+            _named(p, "Sequence") == "A" or _named(p, "SpecialToken") in special for p in single
+        )
     )
 
 
 def _few(value: Any) -> bool:
     return isinstance(value, list) and len(value) <= MAX_STEPS
-
-
-def _text_itself(piece: Any) -> bool:
-    return _named(piece, "Sequence") == "A"
 
 
 def _named(piece: Any, kind: str) -> str | None:

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from kvrt.errors import BadModelFile, KvrtError, UnsupportedModel, UsageError
 from kvrt_models.header import Header, brief
@@ -26,22 +26,8 @@ DEFAULT_TEMPLATE = "default"
 _LIMITS = ProcessLimits()
 
 
-class Backend(Protocol):
-    """What runs a tokenizer.json: `LibraryTokenizer` here, `TokenizerProcess` elsewhere."""
-
-    @property
-    def rules(self) -> str:
-        """All that decides how text is cut, as tokenizer.json would have it."""
-        ...
-
-    @property
-    def added(self) -> list[tuple[int, str, bool]]:
-        """Id and text of tokens added to the vocabulary, and whether they are special."""
-        ...
-
-    def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Ids of a text."""
-        ...
+# What runs a tokenizer.json, here or elsewhere.
+Backend = LibraryTokenizer | TokenizerProcess
 
 
 class FolderCodec:

@@ -1,22 +1,14 @@
 """Cuts special tokens out of a text before a codec encodes what lies between them."""
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kvrt_models.tokenizer.vocab import Kind, Vocab
 
+if TYPE_CHECKING:
+    from kvrt_models.tokenizer.bpe import BpeCodec
+    from kvrt_models.tokenizer.spm import SpmCodec
+
 _CUT_OUT = (Kind.CONTROL, Kind.USER_DEFINED, Kind.UNKNOWN)
-
-
-class TextCodec(Protocol):
-    """What encodes text that holds no special tokens."""
-
-    def encode(self, text: str, after_special: bool) -> list[int]:
-        """Ids of the text; `after_special`: it begins the whole or follows a special token."""
-        ...
-
-    def token_bytes(self, token: int) -> bytes:
-        """Raw bytes of an id inside the vocabulary."""
-        ...
 
 
 class SplitCodec:
@@ -28,7 +20,7 @@ class SplitCodec:
     Source: llama.cpp `tokenizer_st_partition`.
     """
 
-    def __init__(self, vocab: Vocab, inner: TextCodec) -> None:
+    def __init__(self, vocab: Vocab, inner: "BpeCodec | SpmCodec") -> None:
         """Sorts the special tokens of the vocabulary by length."""
         self._vocab = vocab
         self._inner = inner

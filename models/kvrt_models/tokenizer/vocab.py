@@ -179,7 +179,8 @@ def numbers(metadata: Mapping[str, Any], name: str, n_vocab: int, default: float
         return np.full(n_vocab, default)
     found = metadata[PREFIX + name]
     plain = isinstance(found, np.ndarray) or all(
-        isinstance(x, int | float | np.number) for x in _items(found)
+        isinstance(x, int | float | np.number)
+        for x in (found if isinstance(found, list) else [found])
     )
     values = np.asarray(found if plain else [])
     if values.dtype.kind not in "iuf" or values.shape != (n_vocab,):
@@ -200,10 +201,6 @@ def _kinds(metadata: Mapping[str, Any], n_vocab: int) -> list[int]:
             f"convert the model again"
         )
     return found.tolist()
-
-
-def _items(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def _id(
