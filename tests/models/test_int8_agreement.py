@@ -21,8 +21,8 @@ from tests.marks import slow
 
 # Outputs, inputs, and inputs that share a scale: all, several groups, odd sizes, a single output.
 SIZES = [(24, 64, None), (40, 576, None), (9, 48, 16), (7, 33, None), (1, 97, None), (5, 27, 9)]
-# Whether a matrix is as CPUs have it, and how an activation is rounded, in its row's greatest: not at
-# all, or by half a step of 127 * 254; and a few float32 sums.
+# How an activation is rounded on a CPU and elsewhere, in its row's greatest: not at all, or by half
+# a step of 127 * 254; and a few float32 sums.
 FORMS = {"lanes": 0.0, "int8": 0.5 / (127 * 254)}
 SUMS = 3e-7
 TOKENS = (1, 8, 70)

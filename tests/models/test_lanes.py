@@ -27,8 +27,8 @@ from scripts.bench.layers import sum_code
 OPTIMISED = True  # see conftest.py: programs as users have them
 ALONE = True  # and none from a folder, of which XLA writes no code
 
-# Outputs, groups, inputs of a group: one output and many, outputs that fill no register, odd groups,
-# groups that are cut, and one as long as the inputs of a matrix that nothing divides.
+# Outputs, groups, inputs of a group: one output and many, outputs that fill no register, odd
+# groups, groups that are cut, and one as long as the inputs of a matrix that nothing divides.
 SIZES = [(1, 1, 64), (5, 2, 288), (40, 9, 64), slow((7, 43, 16)), (3, 18, 32), (17, 1, 97)]
 
 
@@ -100,7 +100,7 @@ def test_a_product_takes_the_scales_of_a_file_s_blocks(n_tokens):
 
 @pytest.mark.parametrize("size", [(5, 2, 288), (40, 9, 64), (17, 1, 97)])
 def test_a_number_that_is_not_finite_stays_in_its_token(size):
-    x, matrix, values = case(size, 4)
+    x, matrix, _ = case(size, 4)
     plain = np.asarray(product(x, matrix))
     for value in (np.nan, np.inf, -np.inf):
         for column in (0, x.shape[1] // 2, -1):
@@ -116,13 +116,13 @@ def test_a_number_that_is_not_finite_stays_in_its_token(size):
 def test_pieces_give_what_the_whole_matrix_does(n_tokens, monkeypatch):
     """Of outputs that fill no register, and of a number that no size divides."""
     for n_outputs in (90, 7 * lanes.LANES):
-        x, matrix, values = case((n_outputs, 3, 16), n_tokens)
+        x, matrix, _ = case((n_outputs, 3, 16), n_tokens)
         whole = np.asarray(int8.int8_product.__wrapped__(x, jax.device_put(matrix)))
         with monkeypatch.context() as patch:
             patch.setattr(lanes, "_MOST_SUMS", 3 * 3 * 2 * lanes.LANES)
             patch.setattr(int8, "MOST_WIDENED", 48 * 2 * lanes.LANES)
             n_parts = len(matrix.values)
-            n = lanes.pieces(n_parts, 3, 48, 16), n_parts // int8.piece_size(matrix)
+            n = lanes.n_pieces(n_parts, 3, 48, 16), n_parts // int8.piece_size(matrix)
             assert n == ((3, 3) if n_outputs == 90 else (7, 7))
             found = int8.int8_product.__wrapped__(x, jax.device_put(matrix))
         np.testing.assert_allclose(found, whole, rtol=0, atol=1e-5 * np.abs(whole).max())

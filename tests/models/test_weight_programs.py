@@ -75,7 +75,7 @@ def test_a_step_widens_no_half_precision(dtype):
 
 @pytest.mark.slow
 def test_the_guard_sees_what_a_flag_takes_away():
-    """Without the fusion of YNNPACK that bfloat16 hangs on, matrices are widened, and found here."""
+    """Without the fusion of YNNPACK that bfloat16 hangs on, matrices are widened."""
     of = programs.small("bf16")
     text = compiled_with(
         of, xla_cpu_experimental_ynn_fusion_type="LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"

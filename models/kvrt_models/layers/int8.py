@@ -16,14 +16,14 @@ import numpy as np
 from jax import lax
 
 from kvrt.arrays import Array, Float, Int, state
-from kvrt_models.layers.lanes import LANES, in_lanes, in_rows, lane_product, pieces
+from kvrt_models.layers.lanes import LANES, in_lanes, in_rows, lane_product, n_pieces
 
 # Inputs that share a scale, at least and at most.
 _LEAST_INPUTS, _MOST_INPUTS = 64, 320
 # Of a file's blocks.
 _BLOCK = 32
-# Tokens up to which weights are widened in registers; for more they are widened in memory, and up to
-# the second number the matrix comes first in the product.
+# Tokens up to which weights are widened in registers; for more they are widened in memory, and up
+# to the second number the matrix comes first in the product.
 MOST_IN_LANES, _MOST_MATRIX_FIRST = 16, 32
 # Weights that are widened in memory at a time: 2 MB of float32.
 MOST_WIDENED = 1 << 19
@@ -100,7 +100,7 @@ def for_device(matrix: Int8Matrix) -> Int8Matrix:
 
 
 def shapes(size: tuple[int, ...], in_blocks: bool = False) -> Int8Matrix:
-    """A matrix of this size as the device has it, from `quantize` or a file, without its numbers."""
+    """A matrix of this size as the device has it, by `quantize` or of a file, without numbers."""
     *outer, n_outputs, n_inputs = size
     g = _BLOCK if in_blocks else inputs_per_scale(n_inputs)
     groups = (*outer, n_inputs // g, n_outputs)
@@ -153,7 +153,7 @@ def by_lanes(x: Float[Array, "T I"], matrix: Int8Matrix) -> Float[Array, "T O"]:
     def multiply(x: Array, part: Int8Matrix) -> Array:
         return lane_product(x, part.values, part.scale)
 
-    return _in_pieces(pieces(n_parts, *x.shape, g), multiply, x, matrix)
+    return _in_pieces(n_pieces(n_parts, x.shape[0], x.shape[1], g), multiply, x, matrix)
 
 
 def by_widened(x: Float[Array, "T I"], matrix: Int8Matrix) -> Float[Array, "T O"]:

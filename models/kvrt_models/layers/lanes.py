@@ -69,7 +69,7 @@ def lane_product(
     return y[:n_tokens, :n_outputs]
 
 
-def pieces(n_parts: int, n_tokens: int, n_inputs: int, g: int) -> int:
+def n_pieces(n_parts: int, n_tokens: int, n_inputs: int, g: int) -> int:
     """Into how many a product of several tokens is cut, so that its sums stay in a core's cache.
 
     XLA copies the weights of a piece, so one token has none.

@@ -4,8 +4,9 @@
     python -m scripts.bench.layers.products --tokens 512 --sizes 1536x576
 
 "lanes" and "widened" are those of CPUs, "int8" that of GPUs and TPUs. The rest are bounds of what
-else XLA could do: matrices of float32, bfloat16 and int8 as they are, without scales, and activations in two parts
-where one has eight bits. An error is the largest against float64 in the largest output.
+else XLA could do: matrices of float32, bfloat16 and int8 as they are, without scales, and
+activations in two parts where one has eight bits. An error is the largest against float64 in the
+largest output.
 """
 
 import time
