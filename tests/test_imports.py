@@ -44,7 +44,6 @@ OF_MODELS = {
     "kvrt.files.cache_folder",
     "kvrt.files.kept",
     "kvrt.files.regular",
-    "kvrt.jax_settings",
     "kvrt.kv_types",
 }
 

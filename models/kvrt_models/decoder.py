@@ -100,7 +100,7 @@ class Block(nnx.Module, pytree=False):
         if self.mixer is not None:
             return self.mixer(h, attend)
         group, n_heads = self.spec.group_of(self.layer), self.spec.n_heads_of(self.layer)
-        heads = self.qkv.for_several(h).reshape(h.shape[0], -1, group.head_dim)
+        heads = self.qkv(h).reshape(h.shape[0], -1, group.head_dim)
         n_q = 2 * n_heads if self.spec.attn_gate else n_heads
         if self.spec.reads(self.layer):
             read = attend(self.layer, self._norm(heads, self.q_norm), None, None)

@@ -195,7 +195,7 @@ def random_decoder(of: DecoderSpec, dtype: WeightType) -> Decoder:
         assert isinstance(x, jax.ShapeDtypeStruct)
         weight = jnp.ones(x.shape, x.dtype) if is_norm(name) else _draw(key, x.shape, x.dtype)
         if dtype == "int8" and is_matrix(name, x.shape):
-            weights[name] = jax.device_put(int8.quantize(np.asarray(weight)))
+            weights[name] = jax.device_put(int8.for_device(int8.quantize(np.asarray(weight))))
         else:
             weights[name] = weight
     return Decoder(of, weights)

@@ -7,23 +7,23 @@ import pytest
 from kvrt.attention import registry
 from kvrt.attention.choice import decide, verdicts
 from kvrt.attention.choice.self_test import Verdict
+from kvrt.cli import doctor
 from kvrt.cli.batch.digest import Digests
 from kvrt.cli.commands import COMMANDS
 from kvrt.cli.flags.parse import parse_flags
 from kvrt.cli.process import output
-from kvrt_models.weights import forms, measured_forms
 
 SAID = "chunked: no kernel for cpu"
 
 
-MS = {"sum": 0.1, "int8": 0.2, "f32": 0.4}
+MS = {"int8": 0.2, "f32": 0.4}
 
 
 @pytest.fixture(autouse=True)
 def measured(monkeypatch):
     """What a measurement finds."""
     found = dict(MS)
-    monkeypatch.setattr(measured_forms, "measure", lambda: found)
+    monkeypatch.setattr(doctor, "product_ms", lambda: found)
     return found
 
 
@@ -58,25 +58,24 @@ def test_it_says_what_there_is_and_what_computes_attention(kvrt, cache):
     found = json.loads(kvrt("doctor", "--json").out)
     assert found["attention"] == {"implementation": "chunked", "reason": "no kernel for cpu"}
     assert found["devices"] == ["cpu"] * len(found["devices"]) and found["free_bytes"] > 0
-    line = forms.forms_line(forms.forms_here())
+    line = "in lanes to 16 tokens, then f32"
     assert (rows["products"], found["int8_products"]) == (f"of int8 weights: {line}", line)
-    assert rows["measured"] == "a product of one token: sum 0.100 ms, int8 0.200 ms, f32 0.400 ms"
+    assert rows["measured"] == "a product of one token: int8 0.200 ms, f32 0.400 ms"
     assert found["int8_product_ms"] == MS
     assert rows["kvrt"].startswith(found["kvrt"]) and rows["JAX"].startswith(found["jax"])
 
 
-def test_a_form_that_it_measures_as_faster_is_taken_from_then_on(
-    kvrt, monkeypatch, tmp_path, measured
-):
-    monkeypatch.setenv("KVRT_CACHE", str(tmp_path))
-    monkeypatch.setattr(forms, "_features", lambda: ["avx2"])
-    assert "products   of int8 weights: sum to 8 tokens" in kvrt("doctor").out.decode()
-    measured["sum"] = 0.5
-    for _ in range(2):
-        lines = kvrt("doctor").out.decode()
-        assert "products   of int8 weights: int8 to 4 tokens" in lines and "--dtype" not in lines
+def test_it_says_where_int8_is_no_faster_than_f32(kvrt, monkeypatch, measured):
+    assert "--dtype" not in kvrt("doctor").out.decode()
     measured["f32"] = 0.15
-    assert "no form of int8 is faster than f32 here: use --dtype f32" in kvrt("doctor").out.decode()
+    assert "int8 is no faster than f32 here: use --dtype f32" in kvrt("doctor").out.decode()
+
+
+def test_both_types_of_weights_are_measured(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(doctor, "_SIZE", (24, 64))
+    found = doctor.product_ms()
+    assert list(found) == ["int8", "f32"] and min(found.values()) > 0
 
 
 def test_it_says_how_much_room_kept_weights_take(kvrt, monkeypatch, tmp_path):

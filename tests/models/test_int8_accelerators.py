@@ -14,7 +14,15 @@ from kvrt_models.layers import int8
 from kvrt_models.weights.types import default_type
 
 PLATFORMS = ("cuda", "rocm", "tpu")
-# Outputs and inputs: a matrix of one group, one of eight, and one that CPUs widen piece by piece.
+
+
+@pytest.fixture(autouse=True)
+def on_an_accelerator(monkeypatch):
+    """Matrices as GPUs and TPUs have them."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+
+# Outputs and inputs: a matrix of one group, one of eight, and a large one.
 SIZES = [(96, 96), (96, 512), (8192, 320)]
 _TENSOR = re.compile(r"tensor<((?:\d+x)+)(\w+)>")
 
@@ -58,7 +66,8 @@ def test_a_prompt_takes_the_same_form(platform):
 
 def test_the_guard_sees_a_matrix_that_is_widened():
     x = jax.ShapeDtypeStruct((1, 96), jnp.float32)
-    export = jax.export.export(jax.jit(int8.FORMS["f32"]), platforms=["cuda"])
+    widened = jax.jit(lambda x, matrix: x @ int8.dequantize(matrix).T)
+    export = jax.export.export(widened, platforms=["cuda"])
     found = set(tensors(export(x, int8.shapes(SIZES[0])).mlir_module()))
     assert ("f32", 96 * 96) in found and ("i8", 96 * 96) in found
 

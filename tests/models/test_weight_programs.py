@@ -16,9 +16,9 @@ import pytest
 import weight_programs as programs
 
 import kvrt.program.programs
-from kvrt_models.layers import int8
+from kvrt_models.layers import int8, lanes
+from kvrt_models.layers.lanes import LANES
 from kvrt_models.load import describe_model
-from tests.marks import full, slow
 
 OPTIMISED = True  # see conftest.py: programs as users have them
 ALONE = True  # and none from a folder, where one of other settings might lie
@@ -37,40 +37,31 @@ def widened(text, n_least):
     return [x for x in large if x.dtype not in allowed and (eight or not x.inside)]
 
 
-def counted(matrices):
-    """The types of the integers, as YNNPACK has them: a group alone is no batch."""
-    shapes = [w.values.shape for w in matrices]
-    return collections.Counter(("s8", s[1:] if s[0] == 1 else s) for s in shapes)
+def reads_eight_bits(of, text):
+    """One loop over outputs for each matrix, and no array as large outside of it."""
+    matrices = programs.matrices(of)
+    # A sum of each output and chunk of inputs, with outputs in lanes.
+    sums = collections.Counter((*w.values.shape[:1], 1, chunks(w), LANES) for w in matrices)
+    loops = (tuple(map(int, x.split(","))) for x in _LOOP.findall(text))
+    assert collections.Counter(x for x in loops if x in sums) == sums
+    allowed = {*sums, *(w.scale.shape for w in matrices)}
+    large = [x for x in hlo.instructions(text) if x.size >= programs.smallest_product(of)]
+    large = [x for x in large if not x.inside and x.shape not in allowed]
+    assert {x.dtype for x in large} == {"s8"}
 
 
-def holds_eight_bits(of, text, n_least=None):
-    assert widened(text, n_least or programs.smallest_product(of)) == []
-    assert collections.Counter(hlo.products(text, "s8")) == counted(programs.matrices(of))
+def chunks(matrix):
+    return matrix.n_inputs // lanes._terms(matrix.values.shape[-2])
 
 
-def sums_eight_bits(of, text, n_least=None):
-    """One sum of several operands for each matrix, and no array as large outside of it."""
-    n_least, scales = n_least or programs.smallest_product(of), scale_shapes(of)
-    large = [x for x in hlo.instructions(text) if x.size >= n_least and x.shape not in scales]
-    assert {x.dtype for x in large if not x.inside} == {"s8"}
-    assert len(_SUM.findall(text)) == len(programs.matrices(of))
-
-
-def scale_shapes(of):
-    return {tuple(w.scale.shape) for w in programs.matrices(of)}
-
-
-# A reduction of several operands that makes integers.
-_SUM = re.compile(r"= \(s32\[[^)]*\) reduce\(.*dimensions=\{2\}")
+_LOOP = re.compile(r"= f32\[([\d,]+)\]\{3,2,1,0\} fusion\(")
 
 
 @pytest.mark.slow
 def test_a_step_multiplies_eight_bits_as_they_are():
     of = programs.small("int8")
-    groups = sorted(w.values.shape[0] for w in programs.matrices(of))
-    assert groups == [3, 3, 3, 3, 8]
-    sums_eight_bits(of, programs.decode_program(of).as_text())
-    holds_eight_bits(of, programs.decode_program(programs.by_form(of, "int8")).as_text())
+    assert sorted(w.scale.shape[0] for w in programs.matrices(of)) == [3, 3, 3, 3, 8]
+    reads_eight_bits(of, programs.decode_program(of).as_text())
 
 
 @pytest.mark.slow
@@ -82,28 +73,22 @@ def test_a_step_widens_no_half_precision(dtype):
     assert widened(text, programs.smallest_product(of)) == []
 
 
-# Fusions that YNNPACK may take, without the one that a type of weights hangs on.
-DOT, SUM = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT", "LIBRARY_FUSION_TYPE_REDUCE"
-
-
-@pytest.mark.parametrize(
-    ("dtype", "fusions"), [slow("bf16", DOT), slow("int8", SUM), full("int8", "")]
-)
-def test_the_guard_sees_what_a_flag_takes_away(dtype, fusions):
-    """Without the fusion that each path hangs on, matrices are widened, and are found here."""
-    of = programs.by_form(programs.small(dtype), "int8")
-    text = compiled_with(of, xla_cpu_experimental_ynn_fusion_type=fusions)
+@pytest.mark.slow
+def test_the_guard_sees_what_a_flag_takes_away():
+    """Without the fusion of YNNPACK that bfloat16 hangs on, matrices are widened."""
+    of = programs.small("bf16")
+    text = compiled_with(
+        of, xla_cpu_experimental_ynn_fusion_type="LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
+    )
     found = widened(text, programs.smallest_product(of))
     print({x.shape for x in found})
     assert len(found) >= 5
-    assert not list(hlo.products(text, "s8"))
 
 
 @pytest.mark.slow
 def test_a_processor_with_fewest_instructions_has_the_same_program():
-    of, fewest = programs.small("int8"), {"xla_cpu_max_isa": "SSE4_2"}
-    sums_eight_bits(of, compiled_with(of, **fewest))
-    holds_eight_bits(of, compiled_with(programs.by_form(of, "int8"), **fewest))
+    of = programs.small("int8")
+    reads_eight_bits(of, compiled_with(of, xla_cpu_max_isa="SSE4_2"))
 
 
 def compiled_with(of, **options):
@@ -119,20 +104,14 @@ def compiled_with(of, **options):
         return programs.prompt_program(of, 1).as_text()
 
 
-# Every form, and both numbers of tokens where a form takes them.
-N_TOKENS = {"f32": N_PROMPT, "int8": 32, "sum": 8}
-SOME = [slow(form, n) for form, n in N_TOKENS.items()]
-SOME += [full("f32", 32), full("int8", N_PROMPT)]
-
-
-@pytest.mark.parametrize(("form", "n_tokens"), SOME)
-def test_a_prompt_widens_one_matrix_at_a_time(form, n_tokens):
+@pytest.mark.slow
+@pytest.mark.parametrize("n_tokens", [8, N_PROMPT])
+def test_a_prompt_widens_one_matrix_at_a_time(n_tokens):
     """Four layers: all of them widened together would be ten times the largest matrix."""
-    of = programs.by_form(programs.small("int8", 4), form)
-    sides = {"f32": programs.small("f32", 4), "int8": of}
+    sides = {dtype: programs.small(dtype, 4) for dtype in ("f32", "int8")}
     compiled = {name: programs.prompt_program(side, n_tokens) for name, side in sides.items()}
     temp = {name: x.memory_analysis().temp_size_in_bytes for name, x in compiled.items()}
-    sizes = [4 * w.values.size for w in programs.matrices(of)]
+    sizes = [4 * w.values.size for w in programs.matrices(sides["int8"])]
     print(temp, max(sizes), sum(sizes))
     assert sum(sizes) > 9 * max(sizes)
     assert temp["int8"] < temp["f32"] + 1.5 * max(sizes)
@@ -142,22 +121,22 @@ def test_no_array_has_the_size_of_a_matrix():
     """A product of a prompt's tokens holds a piece of it: its groups, and these side by side."""
     matrix = int8.shapes((2048, 1024))
     x = jax.ShapeDtypeStruct((N_PROMPT, 1024), np.float32)
-    compiled = jax.jit(int8.FORMS["f32"]).lower(x, matrix).compile()
+    compiled = jax.jit(int8.int8_product).lower(x, matrix).compile()
     made = [y for y in hlo.instructions(compiled.as_text()) if y.dtype != "s8"]
     assert max(y.size for y in made) < matrix.values.size
     # And the sums where they are made and where they go.
-    sums = 4 * N_PROMPT * int8.piece_size(matrix)
+    sums = 4 * N_PROMPT * int8.piece_size(matrix) * LANES
     assert compiled.memory_analysis().temp_size_in_bytes < 8 * int8.MOST_WIDENED + 2 * sums
 
 
-@pytest.mark.parametrize("n_tokens", [16, 64])
+@pytest.mark.parametrize("n_tokens", [32, 64])
 def test_a_widened_matrix_comes_first_where_tokens_are_few(n_tokens):
     """YNNPACK multiplies 16 tokens 1.3 times as fast so, and 128 slower."""
     matrix = int8.shapes((2048, 1024))
     x = jax.ShapeDtypeStruct((n_tokens, 1024), np.float32)
-    text = jax.jit(int8.FORMS["f32"]).lower(x, matrix).compile().as_text()
-    sums = (int8.piece_size(matrix), n_tokens)
-    shape = sums if n_tokens == 16 else sums[::-1]
+    text = jax.jit(int8.int8_product).lower(x, matrix).compile().as_text()
+    sums = (int8.piece_size(matrix) * LANES, n_tokens)
+    shape = sums if n_tokens == 32 else sums[::-1]
     assert [y.shape for y in hlo.instructions(text) if y.op == "dot"] == [shape]
 
 
@@ -179,8 +158,7 @@ def decode_step_of_a_real_model():
 def test_a_step_of_a_real_model_multiplies_eight_bits_as_they_are():
     of, text = decode_step_of_a_real_model()
     assert len(programs.matrices(of)) == 4 * 30 + 1
-    # The head's sums by group are larger than a group of the smallest matrix, not than all of it.
-    sums_eight_bits(of, text, min(w.values.size for w in programs.matrices(of)))
+    reads_eight_bits(of, text)
 
 
 @pytest.mark.model

@@ -3,8 +3,8 @@
 Its matrices are far larger than all else that a decode step holds.
 """
 
-import dataclasses
 import json
+import math
 import tempfile
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from kvrt import CacheConfig, Runtime, Sampling
 from kvrt.program import sample
 from kvrt.program.decode_loop import LoopSpec
 from kvrt_models.decoder import Decoder
-from kvrt_models.layers.int8 import Form, Forms, Int8Matrix
+from kvrt_models.layers.int8 import Int8Matrix
 from kvrt_models.load import Described, describe_model
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
@@ -43,16 +43,6 @@ def small(dtype: str, n_layers: int = 1) -> Described:
     return described(dtype, **SIZES, num_hidden_layers=n_layers)
 
 
-def by_form(of: Described, form: Form) -> Described:
-    """The same with every product in one form, however many tokens it has."""
-    forms = Forms(limits=((1 << 30, form),))
-    weights = {
-        name: dataclasses.replace(w, forms=forms) if isinstance(w, Int8Matrix) else w
-        for name, w in of.weights.items()
-    }
-    return dataclasses.replace(of, weights=weights)
-
-
 def decode_program(of: Described) -> jax.stages.Compiled:
     """The decode step as a `Runtime` compiles it."""
     device = _runtime(of, 16)._cache.device
@@ -67,9 +57,9 @@ def prompt_program(of: Described, n_tokens: int) -> jax.stages.Compiled:
 
 
 def smallest_product(of: Described) -> int:
-    """Numbers of the smallest matrix, or of the smallest group of inputs of one."""
+    """Numbers of the smallest matrix."""
     weights = [w.values if isinstance(w, Int8Matrix) else w for w in of.weights.values()]
-    return min(w.shape[-1] * w.shape[-2] for w in weights if len(w.shape) > 1)
+    return min(math.prod(w.shape) for w in weights if len(w.shape) > 1)
 
 
 def matrices(of: Described) -> list[Int8Matrix]:

@@ -2,14 +2,13 @@
 
 Consecutive inputs of an output are a group with one scale. Every form multiplies the same integers
 with activations of at least 15 bits, so that a token's logits hardly depend on how many tokens came
-with it: prefill, decoding and the verification of drafts agree. Few tokens are summed as integers
-(`sums/int8_sum.py`), each with the same bits whatever came with it.
+with it: prefill, decoding and the verification of drafts agree. Few tokens on a CPU are multiplied
+with weights that are widened in registers (`lanes.py`), each with the same bits whatever came with
+it.
 """
 
-import dataclasses
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,65 +16,51 @@ import numpy as np
 from jax import lax
 
 from kvrt.arrays import Array, Float, Int, state
-from kvrt_models.layers.sums.int8_sum import largest, sum_product
+from kvrt_models.layers.lanes import LANES, in_lanes, in_rows, lane_product, n_pieces
 
-Form = Literal["sum", "int8", "f32"]
 # Inputs that share a scale, at least and at most.
 _LEAST_INPUTS, _MOST_INPUTS = 64, 320
 # Of a file's blocks.
 _BLOCK = 32
-# Weights that are widened at a time: 1 MB of float32, which a core's second cache holds.
-MOST_WIDENED = 1 << 18
-# Tokens up to which a widened product has the matrix first: 1.15 to 1.3 times as fast at 16, as
-# fast at 64, slower at 128.
-_MOST_MATRIX_FIRST = 32
+# Tokens up to which weights are widened in registers; for more they are widened in memory, and up
+# to the second number the matrix comes first in the product.
+MOST_IN_LANES, _MOST_MATRIX_FIRST = 16, 32
+# Weights that are widened in memory at a time: 2 MB of float32.
+MOST_WIDENED = 1 << 19
 # The steps of a remainder in one step of an activation's first eight bits.
 _STEPS = 254
-Limits = tuple[tuple[int, Form], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Forms:
-    """Which form a product takes, by the number of its tokens; hashable, static in jit.
-
-    Attributes:
-      limits: each form with the most tokens it is taken for, ascending; the last takes the rest.
-    """
-
-    limits: Limits = ((8, "sum"), (1 << 30, "f32"))
-
-    def of(self, n_tokens: int) -> Form:
-        """The form of a product of that many tokens."""
-        for most, form in self.limits:
-            if n_tokens <= most:
-                return form
-        return self.limits[-1][1]
 
 
 @state
 class Int8Matrix:
     """A matrix [O, I] as integers in G groups of g inputs; weight = value * scale of its group.
 
-    Groups come first, since YNNPACK multiplies a batch of small matrices that are each contiguous
-    as fast as a whole one, and nothing else in groups. Experts have one more axis in front.
+    CPUs have P times L neighbouring outputs innermost, see `lanes.py`. GPUs and TPUs have groups
+    first, since they multiply a batch of small matrices that are each contiguous. Experts have one
+    more axis in front.
 
     Attributes:
       values: from -127 to 127, and -128 where a file has that.
       scale: of each output in each group, not negative; float16 where a file has those.
-      forms: how it is multiplied.
     """
 
-    values: Int[Array, "*N G O g"]
+    values: Int[Array, "*N P G g L"] | Int[Array, "*N G O g"]
     scale: Float[Array, "*N G O"]
-    forms: Forms = dataclasses.field(default=Forms(), metadata=dict(static=True))
+
+    @property
+    def in_lanes(self) -> bool:
+        """Whether neighbouring outputs are innermost."""
+        return self.values.ndim == self.scale.ndim + 2
+
+    @property
+    def n_outputs(self) -> int:
+        """O."""
+        return self.scale.shape[-1]
 
     @property
     def n_inputs(self) -> int:
         """I."""
-        return self.values.shape[-3] * self.values.shape[-1]
-
-
-Multiply = Callable[[Array, Int8Matrix], Array]
+        return self.scale.shape[-2] * self.values.shape[-2 if self.in_lanes else -1]
 
 
 def inputs_per_scale(n_inputs: int) -> int:
@@ -89,6 +74,8 @@ def inputs_per_scale(n_inputs: int) -> int:
 
 def quantize(weight: Float[np.ndarray, "*N O I"], group: int | None = None) -> Int8Matrix:
     """Rounds a matrix on the host; the greatest weight of each group becomes 127 or -127.
+
+    The result has groups first; `for_device` gives it as the device has it.
 
     Args:
       weight: finite.
@@ -104,24 +91,42 @@ def quantize(weight: Float[np.ndarray, "*N O I"], group: int | None = None) -> I
     return Int8Matrix(values=values, scale=scale)
 
 
+def for_device(matrix: Int8Matrix) -> Int8Matrix:
+    """A matrix of `quantize` as JAX's default device multiplies it, still on the host."""
+    if jax.default_backend() != "cpu":
+        return matrix
+    values: Any = in_lanes(np.asarray(matrix.values))
+    return Int8Matrix(values=values, scale=matrix.scale)
+
+
 def shapes(size: tuple[int, ...], in_blocks: bool = False) -> Int8Matrix:
-    """A matrix of this size as `quantize` makes it, or as a file has it, without its numbers."""
+    """A matrix of this size as the device has it, by `quantize` or of a file, without numbers."""
     *outer, n_outputs, n_inputs = size
     g = _BLOCK if in_blocks else inputs_per_scale(n_inputs)
     groups = (*outer, n_inputs // g, n_outputs)
-    values: Any = jax.ShapeDtypeStruct((*groups, g), jnp.int8)
+    if jax.default_backend() == "cpu":
+        whole = (*outer, -(-n_outputs // LANES), n_inputs // g, g, LANES)
+    else:
+        whole = (*groups, g)
+    values: Any = jax.ShapeDtypeStruct(whole, jnp.int8)
     scale: Any = jax.ShapeDtypeStruct(groups, jnp.float16 if in_blocks else jnp.float32)
     return Int8Matrix(values=values, scale=scale)
 
 
 def dequantize(matrix: Int8Matrix) -> Float[Array, "O I"]:
     """The matrix that all forms multiply with, in float32."""
-    return _widened(matrix.values, matrix.scale)
+    values = matrix.values
+    rows = in_rows(values, matrix.n_outputs) if matrix.in_lanes else values
+    return _widened(rows, matrix.scale)
 
 
 def rows_of(matrix: Int8Matrix, ids: Int[Array, " T"]) -> Float[Array, "T I"]:
     """Some rows of the matrix in float32: the embeddings of tokens."""
-    return _widened(matrix.values[:, ids], matrix.scale[:, ids])
+    if matrix.in_lanes:
+        values = matrix.values[ids // LANES, :, :, ids % LANES].swapaxes(0, 1)
+    else:
+        values = matrix.values[:, ids]
+    return _widened(values, matrix.scale[:, ids])
 
 
 def _widened(values: Int[Array, "G R g"], scale: Float[Array, "G R"]) -> Float[Array, "R I"]:
@@ -129,30 +134,45 @@ def _widened(values: Int[Array, "G R g"], scale: Float[Array, "G R"]) -> Float[A
     return wide.swapaxes(0, 1).reshape(wide.shape[1], -1)
 
 
-# Traced once for all layers whose matrices have one shape; its operations stay part of the caller.
-@functools.partial(jax.jit, inline=True)
+# Traced once for all layers whose matrices have one shape.
+@jax.jit
 def int8_product(x: Float[Array, "T I"], matrix: Int8Matrix) -> Float[Array, "T O"]:
     """X times the transpose of the matrix, in float32.
 
-    On CPU in the form that `matrix.forms` names. GPUs and TPUs multiply integers of eight bits
-    themselves: there it is always they, and nothing is widened.
+    GPUs and TPUs multiply integers of eight bits themselves: there nothing is widened.
     """
-    multiply = FORMS[matrix.forms.of(x.shape[0])]
-    return lax.platform_dependent(x, matrix, cpu=multiply, default=_by_int8)
+    if not matrix.in_lanes:
+        return _by_int8(x, matrix)
+    return (by_lanes if x.shape[0] <= MOST_IN_LANES else by_widened)(x, matrix)
 
 
-def piece_size(matrix: Int8Matrix) -> int | None:
-    """Outputs that are widened at a time; None is all of them.
+def by_lanes(x: Float[Array, "T I"], matrix: Int8Matrix) -> Float[Array, "T O"]:
+    """The product with weights that are widened in registers."""
+    n_parts, _, g, _ = matrix.values.shape
+
+    def multiply(x: Array, part: Int8Matrix) -> Array:
+        return lane_product(x, part.values, part.scale)
+
+    return _in_pieces(n_pieces(n_parts, x.shape[0], x.shape[1], g), multiply, x, matrix)
+
+
+def by_widened(x: Float[Array, "T I"], matrix: Int8Matrix) -> Float[Array, "T O"]:
+    """The product with weights that are widened in memory, as many at a time as stay in cache."""
+    return _in_pieces(matrix.values.shape[0] // piece_size(matrix), _by_widened, x, matrix)
+
+
+def piece_size(matrix: Int8Matrix) -> int:
+    """Parts of L outputs that are widened in memory at a time.
 
     A matrix that is widened whole goes to memory and comes back; and a program whose temporaries
     are larger than what malloc keeps gets them anew at each call, page by page.
     """
-    n_outputs = matrix.values.shape[-2]
-    most = MOST_WIDENED // matrix.n_inputs
-    if n_outputs <= most:
-        return None
-    sizes = (*range(most, most // 8, -1), *range(most + 1, min(8 * most, n_outputs)))
-    return next((n for n in sizes if n_outputs % n == 0), None)
+    n_parts = matrix.values.shape[-4]
+    most = MOST_WIDENED // (matrix.n_inputs * LANES)
+    if n_parts <= most:
+        return n_parts
+    sizes = (*range(most, most // 8, -1), *range(most + 1, min(8 * most, n_parts)))
+    return next((n for n in sizes if n and n_parts % n == 0), n_parts)
 
 
 def _by_int8(x: Array, matrix: Int8Matrix) -> Array:
@@ -160,7 +180,7 @@ def _by_int8(x: Array, matrix: Int8Matrix) -> Array:
 
     On CPU YNNPACK takes no product with a single column, and up to four cost the same.
     """
-    most = largest(x)
+    most = _largest(x)
     scaled = _grouped(x * jnp.where(most > 0, 127 / most, 0.0)[:, None], matrix)
     first = jnp.round(scaled)
     rest = jnp.round((scaled - first) * _STEPS)
@@ -170,47 +190,44 @@ def _by_int8(x: Array, matrix: Int8Matrix) -> Array:
     return y.T * (most * (1 / (127 * _STEPS)))[:, None]
 
 
-def _by_f32(x: Array, matrix: Int8Matrix) -> Array:
-    """Products with the matrix in float32; a large one is widened piece by piece."""
-    size = piece_size(matrix)
-    return _by_widened(x, matrix) if size is None else _in_pieces(size, x, matrix)
-
-
 def _by_widened(x: Array, matrix: Int8Matrix) -> Array:
     """The product with a matrix that is widened for it alone."""
+    rows = in_rows(matrix.values, matrix.n_outputs)
     scale = matrix.scale.astype(jnp.float32) + _zero_after(x)
-    wide = [v.astype(jnp.float32) * s[:, None] for v, s in zip(matrix.values, scale, strict=True)]
-    whole = lax.optimization_barrier(jnp.concatenate(wide, axis=1))
-    columns = (((1,), (1,)), ((), ()))
+    whole, columns = lax.optimization_barrier(_widened(rows, scale)), (((1,), (1,)), ((), ()))
     if x.shape[0] > _MOST_MATRIX_FIRST:
         return lax.dot_general(x, whole, columns)
     # The barrier keeps XLA from exchanging the two again.
     return lax.optimization_barrier(lax.dot_general(whole, x, columns)).T
 
 
-def _in_pieces(size: int, x: Array, matrix: Int8Matrix) -> Array:
-    """The product of a large matrix, `size` outputs at a time."""
-    n_outputs = matrix.values.shape[1]
+def _in_pieces(
+    n: int, multiply: Callable[[Array, Int8Matrix], Array], x: Array, matrix: Int8Matrix
+) -> Array:
+    """The product in `n` pieces, each of as many outputs."""
+    n_parts = matrix.values.shape[0] // n
+    if n == 1:
+        return multiply(x, matrix)
+    missing = n * n_parts * LANES - matrix.n_outputs
+    scale = jnp.pad(matrix.scale, ((0, 0), (0, missing))) if missing else matrix.scale
+    size = n_parts * LANES
 
     def piece(i: Array, out: Array) -> Array:
-        cut = functools.partial(
-            lax.dynamic_slice_in_dim, start_index=i * size, slice_size=size, axis=1
-        )
-        return lax.dynamic_update_slice_in_dim(
-            out, _by_widened(x, jax.tree.map(cut, matrix)), i * size, axis=1
-        )
+        values = lax.dynamic_slice_in_dim(matrix.values, i * n_parts, n_parts)
+        of_piece = lax.dynamic_slice_in_dim(scale, i * size, size, axis=1)
+        y = multiply(x, Int8Matrix(values=values, scale=of_piece))
+        return lax.dynamic_update_slice_in_dim(out, y, i * size, axis=1)
 
     # A constant would be copied for every product when the program begins.
-    out = jnp.broadcast_to(_zero_after(x), (x.shape[0], n_outputs))
-    return lax.fori_loop(0, n_outputs // size, piece, out)
+    out = jnp.broadcast_to(_zero_after(x), (x.shape[0], n * size))
+    return lax.fori_loop(0, n, piece, out)[:, : matrix.n_outputs]
 
 
-def _by_sum(x: Array, matrix: Int8Matrix) -> Array:
-    return sum_product(x, matrix.values, matrix.scale)
-
-
-# How a product is computed on CPU.
-FORMS: dict[Form, Multiply] = {"sum": _by_sum, "int8": _by_int8, "f32": _by_f32}
+def _largest(x: Float[Array, "T I"]) -> Float[Array, " T"]:
+    """The greatest magnitude of each row, NaN where it has one."""
+    return lax.bitcast_convert_type(
+        jnp.max(lax.bitcast_convert_type(jnp.abs(x), jnp.int32), axis=1), jnp.float32
+    )
 
 
 def _grouped(x: Array, matrix: Int8Matrix) -> Float[Array, "G T g"]:

@@ -27,7 +27,6 @@ class Linear(nnx.Module, pytree=False):
         eight_bits = isinstance(weight, Int8Matrix)
         self.weight = nnx.Param(weight.values if eight_bits else weight)
         self.scale = nnx.Param(weight.scale) if eight_bits else None
-        self.forms = weight.forms if eight_bits else None
         self.bias = None if bias is None else nnx.Param(bias)
 
     @classmethod
@@ -40,31 +39,14 @@ class Linear(nnx.Module, pytree=False):
     @property
     def matrix(self) -> Matrix:
         """The weight, with its scales where it has eight bits."""
-        if self.scale is None or self.forms is None:
+        if self.scale is None:
             return self.weight[...]
-        return Int8Matrix(values=self.weight[...], scale=self.scale[...], forms=self.forms)
+        return Int8Matrix(values=self.weight[...], scale=self.scale[...])
 
     def __call__(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
         """The product, in float32."""
         y = linear(x, self.matrix)
         return y if self.bias is None else y + self.bias[...].astype(jnp.float32)[None]
-
-    def for_several(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
-        """The product, for several readers.
-
-        Each would add up the sums of one token's groups by itself, for XLA fuses that into whatever
-        reads them, and nothing across a conditional.
-        """
-        y = self(x)
-        if self.scale is None or x.shape[0] > 1:
-            return y
-        # No scale is below zero, which XLA does not know.
-        known = self.scale[...].reshape(-1)[0] >= 0
-        return lax.platform_dependent(
-            y,
-            cpu=lambda y: lax.cond(known, lambda: y, lambda: jnp.zeros_like(y)),
-            default=lambda y: y,
-        )
 
 
 def linear(x: Float[Array, "T I"], weight: Matrix) -> Float[Array, "T O"]:

@@ -1,7 +1,6 @@
 """From a source to the weights of a decoder: their shapes at once, their numbers as they come."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -10,12 +9,10 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from kvrt_models.layers.int8 import Forms, Int8Matrix
+from kvrt_models.layers.int8 import Int8Matrix
 from kvrt_models.layers.linear import Matrix
 from kvrt_models.layers.tensors import is_matrix, weight_parts, weight_shape
-from kvrt_models.spec import DecoderSpec
 from kvrt_models.weights import int8_weights
-from kvrt_models.weights.forms import forms_here
 from kvrt_models.weights.int8_weights import Watch
 from kvrt_models.weights.shapes import weight_shapes
 from kvrt_models.weights.source import WeightSource
@@ -24,8 +21,6 @@ from kvrt_models.weights.types import WeightType
 _ROUNDED = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 # NumPy reads and rounds without the interpreter's lock: two threads halve the wait.
 _N_THREADS = 2
-# Weights of the largest matrix from which the form of a product matters.
-_LEAST_CHOSEN = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,20 +73,16 @@ def read_weights(
     Raises:
       BadModelFile: a tensor is damaged.
     """
-    in_bf16, forms = dict[str, str](), None
+    in_bf16 = dict[str, str]()
     if dtype == "int8":
         made = int8_weights.open_or_make(source, name, watch)
         in_bf16, read = dict(made.in_bf16), made.read
-        forms = _forms(source.spec)
     else:
         read = _reader(source, dtype)
-    shapes = weight_shapes(source.spec, dtype, in_bf16, forms, source.blocks)
+    shapes = weight_shapes(source.spec, dtype, in_bf16, source.blocks)
 
     def weight(name: str) -> Matrix:
         found: Any = read(name)
-        like = shapes[name]
-        if isinstance(found, Int8Matrix) and isinstance(like, Int8Matrix):
-            found = dataclasses.replace(found, forms=like.forms)
         # On a CPU JAX takes NumPy's memory as it is, if it is aligned.
         return found if on_host else jax.tree.map(jax.device_put, found)
 
@@ -99,14 +90,6 @@ def read_weights(
     futures = {name: pool.submit(weight, name) for name in shapes}
     pool.shutdown(wait=False)
     return Weights(dtype=dtype, in_bf16=in_bf16, shapes=shapes, _futures=futures)
-
-
-def _forms(of: DecoderSpec) -> Forms | None:
-    """How the products of a model are computed here; None where it hardly matters."""
-    sizes = [math.prod(weight_shape(of, tensors)) for tensors in weight_parts(of).values()]
-    if jax.default_backend() != "cpu" or max(sizes) < _LEAST_CHOSEN:
-        return None
-    return forms_here()
 
 
 def _reader(source: WeightSource, dtype: WeightType) -> Callable[[str], np.ndarray]:

@@ -13,6 +13,7 @@ import numpy as np
 from kvrt.arrays import Float
 from kvrt_models.layers import int8
 from kvrt_models.layers.int8 import Int8Matrix
+from kvrt_models.layers.lanes import LANES
 from kvrt_models.layers.tensors import tensor_shape, weight_shape
 from kvrt_models.weights.source import WeightSource
 
@@ -60,14 +61,21 @@ def round_matrix(source: WeightSource, tensors: Sequence[str], pool: Executor) -
     *outer, n_outputs, _ = shape
     in_blocks = all(name in source.blocks for name in tensors)
     like = int8.shapes(shape, in_blocks)
-    values = _pages((math.prod(outer), *like.values.shape[-3:]), np.int8)
-    scale = _pages(values.shape[:-1], like.scale.dtype)
+    values = _pages((math.prod(outer), *like.values.shape[len(outer) :]), np.int8)
+    scale = _pages((math.prod(outer), *like.scale.shape[len(outer) :]), like.scale.dtype)
     rounded = _as_stored if in_blocks else _quantize
 
     def chunk(at: int, rows: np.ndarray) -> tuple[float, float]:
         expert, first = divmod(at, n_outputs)
-        end = first + len(rows)
-        return rounded(rows, values[expert, :, first:end], scale[expert, :, first:end])
+        of_rows = slice(first, first + len(rows))
+        made, lost, all_of_it = rounded(rows)
+        if like.in_lanes:
+            at_lane = np.divmod(np.arange(n_outputs)[of_rows], LANES)
+            values[expert, at_lane[0], :, :, at_lane[1]] = made.values.swapaxes(0, 1)
+        else:
+            values[expert, :, of_rows] = made.values
+        scale[expert, :, of_rows] = made.scale
+        return lost, all_of_it
 
     lost, all_of_it = 0.0, 0.0
     rows = source.blocks.__getitem__ if in_blocks else source.rows
@@ -84,36 +92,35 @@ def round_matrix(source: WeightSource, tensors: Sequence[str], pool: Executor) -
     return Rounded(matrix=_in_bf16(source, tensors, shape, pool), error=error)
 
 
-def _quantize(
-    rows: Float[np.ndarray, "R I"], values: np.ndarray, scale: np.ndarray
-) -> tuple[float, float]:
-    """Rounds rows into [G, R, g] and [G, R]; returns the squares of what is lost, and of all."""
+def _quantize(rows: Float[np.ndarray, "R I"]) -> tuple[Int8Matrix, float, float]:
+    """Rounds rows; also returns the squares of what is lost, and of all."""
     flat = rows.reshape(-1)
     # Weights near the greatest number and the least have no square or no inverse: they count as
     # lost.
     with np.errstate(all="ignore"):
         squares = float(np.dot(flat, flat))
+        made = int8.quantize(rows if math.isfinite(squares) else np.zeros_like(rows))
         if not math.isfinite(squares):
-            return math.inf, math.inf
-        made = int8.quantize(rows)
-        values[...], scale[...] = made.values, made.scale
-        wide = values * scale[..., None]
+            return made, math.inf, math.inf
+        wide = np.asarray(made.values) * np.asarray(made.scale)[..., None]
         n_groups, n_rows, g = wide.shape
         wide -= rows.reshape(n_rows, n_groups, g).swapaxes(0, 1)
         flat = wide.reshape(-1)
         lost = float(np.dot(flat, flat))
-    return (lost if math.isfinite(lost) else math.inf), squares
+    return made, (lost if math.isfinite(lost) else math.inf), squares
 
 
-def _as_stored(blocks: np.ndarray, values: np.ndarray, scale: np.ndarray) -> tuple[float, float]:
-    """Takes a file's blocks [R, G] into [G, R, g] and [G, R] as they are, so that nothing is lost.
+def _as_stored(blocks: np.ndarray) -> tuple[Int8Matrix, float, float]:
+    """Takes a file's blocks [R, G] as they are, so that nothing is lost.
 
-    Sums take no negative scale, so that values get its sign; -128 then becomes 127.
+    Products take no negative scale, so that values get its sign; -128 then becomes 127.
     """
     negative = np.signbit(blocks["scale"])[..., None]
     signed = np.where(negative, -np.maximum(blocks["values"], np.int8(-127)), blocks["values"])
-    values[...], scale[...] = signed.swapaxes(0, 1), np.abs(blocks["scale"]).T
-    return (0.0 if np.isfinite(scale).all() else math.inf), 1.0
+    values: Any = signed.swapaxes(0, 1)
+    scale: Any = np.abs(blocks["scale"]).T
+    lost = 0.0 if np.isfinite(scale).all() else math.inf
+    return Int8Matrix(values=values, scale=scale), lost, 1.0
 
 
 def _pages(shape: tuple[int, ...], dtype: Any) -> np.ndarray:

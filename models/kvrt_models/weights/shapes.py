@@ -1,6 +1,5 @@
 """Shapes and bytes of a decoder's weights in memory, before any of them is read."""
 
-import dataclasses
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
@@ -9,7 +8,8 @@ import jax.numpy as jnp
 
 from kvrt.kv_types import FLOAT_DTYPES
 from kvrt_models.layers import int8
-from kvrt_models.layers.int8 import Forms, Int8Matrix
+from kvrt_models.layers.int8 import Int8Matrix
+from kvrt_models.layers.lanes import LANES
 from kvrt_models.layers.linear import Matrix
 from kvrt_models.layers.tensors import is_matrix, weight_parts, weight_shape
 from kvrt_models.spec import DecoderSpec
@@ -20,7 +20,6 @@ def weight_shapes(
     of: DecoderSpec,
     dtype: WeightType,
     in_bf16: Iterable[str] = (),
-    forms: Forms | None = None,
     blocks: Container[str] = (),
 ) -> dict[str, Matrix]:
     """Shapes and types of the decoder's weights.
@@ -29,7 +28,6 @@ def weight_shapes(
       of: the decoder.
       dtype: of its matrices.
       in_bf16: matrices that stay in bfloat16 where the others have eight bits.
-      forms: how those are multiplied.
       blocks: tensors that a file has in blocks of eight bits.
     """
     left_out, parts = set(in_bf16), weight_parts(of)
@@ -41,7 +39,7 @@ def weight_shapes(
             kind = "bf16" if dtype == "int8" else dtype
             return jax.ShapeDtypeStruct(size, FLOAT_DTYPES[kind])
         in_blocks = all(tensor in blocks for tensor in parts[name])
-        return dataclasses.replace(int8.shapes(size, in_blocks), forms=forms or Forms())
+        return int8.shapes(size, in_blocks)
 
     return {name: shape(name, weight_shape(of, tensors)) for name, tensors in parts.items()}
 
@@ -54,9 +52,9 @@ def n_bytes(weights: Mapping[str, Matrix]) -> int:
 def widened_bytes(weights: Mapping[str, Matrix]) -> int:
     """Bytes of the largest matrix in float32, or of a piece of it: a prompt's products hold those.
 
-    0 where no matrix has eight bits.
+    0 where no matrix has eight bits, or the device multiplies them as they are.
     """
     matrices = [x for x in weights.values() if isinstance(x, Int8Matrix)]
     # Of experts one at a time.
-    sizes = [(int8.piece_size(x) or x.values.shape[-2]) * x.n_inputs for x in matrices]
+    sizes = [int8.piece_size(x) * LANES * x.n_inputs for x in matrices if x.in_lanes]
     return 4 * max(sizes, default=0)

@@ -5,8 +5,8 @@
     python -m scripts.bench.layers.sum_code --cpu znver3,neoverse-n1
 
 One JSON line a sum, number of tokens and CPU: how often the kernel that reads the weights has each
-instruction that counts, and whether the form is lost: integer sums without widening multiply-adds,
-float sums that are not vectorized. The exit code is then 1. "here" is what XLA compiles here,
+instruction that counts, and whether the form is lost: products of floats that are not vectorized.
+The exit code is then 1. "here" is what XLA compiles here,
 read by `objdump`; an instruction set of XLA's (AVX2) is the same in a process that may take no
 more. A CPU that is named as LLVM does (znver3) need not be here: XLA's code before optimization is
 compiled by the LLVM of llvmlite, which is another version than XLA's. Sums that XLA hands to
@@ -44,14 +44,11 @@ _TOKENS = flags.DEFINE_list("tokens", ["1", "8"], "For int8; the other sums are 
 
 # Outputs and inputs of the matrix: one of SmolLM2's.
 _SIZE = (3072, 576)
-# Products of integers, added to sums twice as wide; products as wide as their sums; products of
-# registers of floats; those of single floats.
-_MULTIPLY_ADDS = re.compile(r"v?pmaddwd|vpdpwssds?|[su]ml[as]l2?|[su]mull2?|[su]dot")
-_WIDE = re.compile(r"v?pmulld|imul|mla|madd")
+# Products of registers of floats; those of single floats.
 _PACKED = re.compile(r"v?mulps|vfn?m(add|sub)\d+ps|fmla|fmul")
 _SINGLE = re.compile(r"v?mulss|vfn?m(add|sub)\d+ss|fmadd")
 _WIDENED = re.compile(r"v?pmov[sz]xb[wd]|[su]shll2?|vcvtph2ps|fcvtl2?")
-_COUNTED = (_MULTIPLY_ADDS, _WIDE, _PACKED, _SINGLE, _WIDENED)
+_COUNTED = (_PACKED, _SINGLE, _WIDENED)
 
 Counts = Mapping[str, int]
 
@@ -95,7 +92,7 @@ def of_sum(kind: str, n_tokens: int, cpu: str) -> dict[str, Any]:
     n_outputs, n_inputs = _SIZE
     x = jax.ShapeDtypeStruct((n_tokens, n_inputs), jnp.float32)
     if kind == "int8":
-        lowered = jax.jit(int8.FORMS["sum"]).lower(x, int8.shapes(_SIZE))
+        lowered = jax.jit(int8.int8_product).lower(x, int8.shapes(_SIZE))
     else:
         dtype = jnp.float16 if kind == "f16" else jnp.bfloat16
         lowered = jax.jit(linear).lower(x, jax.ShapeDtypeStruct(_SIZE, dtype))
@@ -106,14 +103,13 @@ def of_sum(kind: str, n_tokens: int, cpu: str) -> dict[str, Any]:
         if code is None:
             return {"library": True}
         counts = disassembled(code) if cpu == "here" else by_llvm(code, cpu)
-    return {"counts": counts, "lost": is_lost(kind, counts)}
+    return {"counts": counts, "lost": is_lost(counts)}
 
 
-def is_lost(kind: str, counts: Counts) -> bool:
+def is_lost(counts: Counts) -> bool:
     """Whether a sum does not take the instructions that its form is for."""
-    good, bad = (_MULTIPLY_ADDS, _WIDE) if kind == "int8" else (_PACKED, _SINGLE)
-    n_good, n_bad = (sum(n for x, n in counts.items() if of.fullmatch(x)) for of in (good, bad))
-    # Addresses take a product or two.
+    of_kinds = (_PACKED, _SINGLE)
+    n_good, n_bad = (sum(n for x, n in counts.items() if of.fullmatch(x)) for of in of_kinds)
     return n_good <= 2 * n_bad
 
 

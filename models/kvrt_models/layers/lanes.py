@@ -1,0 +1,120 @@
+"""Products of few tokens whose neighbouring outputs are the lanes of a register.
+
+A sum over inputs is written out, term by term, as one expression of each output. XLA's CPU backend
+makes one elementwise loop of it, divides that between cores and reads each weight once, where it
+lies; LLVM vectorizes the loop over outputs, for no sum goes across it. Nothing is as large as the
+weights, an activation is not rounded, and any processor with vectors of floats runs it fast.
+"""
+
+import functools
+import operator
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvrt.arrays import Array, Float, Int, Shaped
+
+# Outputs side by side: the floats of the widest register, and all that a cache line has of them
+# is used by the next inputs.
+LANES = 16
+# Terms of an expression, and sums that it adds up side by side, or each would wait for the last.
+_MOST_TERMS, _CHAINS = 64, 4
+# Sums of expressions that are in memory at a time: 2 MB.
+_MOST_SUMS = 1 << 19
+
+
+def in_lanes(values: Int[np.ndarray, "*N G O g"]) -> Int[np.ndarray, "*N P G g L"]:
+    """Weights as the products take them: P times L outputs, the last of which may be zeros."""
+    *outer, n_groups, n_outputs, g = values.shape
+    n_parts = -(-n_outputs // LANES)
+    if n_parts * LANES != n_outputs:
+        none = [(0, 0)] * (values.ndim - 2)
+        values = np.pad(values, [*none, (0, n_parts * LANES - n_outputs), (0, 0)])
+    parts = values.reshape(*outer, n_groups, n_parts, LANES, g)
+    return np.ascontiguousarray(np.moveaxis(parts, (-4, -3, -2, -1), (-3, -4, -1, -2)))
+
+
+def in_rows(values: Int[Array, "P G g L"], n_outputs: int) -> Int[Array, "G O g"]:
+    """The inverse of `in_lanes`, of one matrix."""
+    n_parts, n_groups, g, _ = values.shape
+    rows = values.transpose(1, 0, 3, 2).reshape(n_groups, n_parts * LANES, g)
+    return rows[:, :n_outputs]
+
+
+def lane_product(
+    x: Float[Array, "T I"], values: Int[Array, "P G g L"], scale: Float[Array, "G O"]
+) -> Float[Array, "T O"]:
+    """X times the transpose of the matrix, in float32.
+
+    A token has the same bits alone and among others. One with a NaN or an infinity has no finite
+    output; the others do not change.
+
+    Args:
+      x: the tokens' activations.
+      values: integers, by `in_lanes`.
+      scale: of each output in each group, not negative.
+    """
+    n_tokens, n_outputs, n_parts = x.shape[0], scale.shape[1], values.shape[0]
+    if n_tokens > 1 and n_tokens % 2:
+        x = jnp.concatenate([x, jnp.zeros_like(x[:1])])
+    missing = n_parts * LANES - n_outputs
+    scale = jnp.pad(scale, ((0, 0), (0, missing))) if missing else scale
+    sums = _sums(x, values, scale)
+    # What a branch takes is in memory: all that reads the product would compute the sums again. No
+    # scale is below zero, which XLA does not know.
+    known = scale[0, 0] >= 0
+    whole = (x.shape[0], n_parts * LANES)
+    y = lax.cond(known, _added_up, lambda _: jnp.full(whole, jnp.nan, jnp.float32), sums)
+    return y[:n_tokens, :n_outputs]
+
+
+def n_pieces(n_parts: int, n_tokens: int, n_inputs: int, g: int) -> int:
+    """Into how many a product of several tokens is cut, so that its sums stay in a core's cache.
+
+    XLA copies the weights of a piece, so one token has none.
+    """
+    if n_tokens == 1:
+        return 1
+    n = -(-n_parts * LANES * n_tokens * (n_inputs // _terms(g)) // _MOST_SUMS)
+    return next((k for k in range(n, n_parts) if n_parts % k == 0), n_parts) if n > 1 else 1
+
+
+def _sums(x: Array, values: Array, scale: Array) -> Shaped[Array, "P T C L"]:
+    """The sums over chunks of inputs; those of two tokens are the parts of a complex number.
+
+    A loop has one result, and what two tokens have in common is computed once: a weight in float32.
+    """
+    (n_parts, n_groups, g, _), n_tokens = values.shape, x.shape[0]
+    both, k = min(n_tokens, 2), _terms(g)
+    v = values.reshape(n_parts, 1, -1, k, LANES)
+    each = x.reshape(1, -1, both, v.shape[2], k, 1)
+    s = scale.astype(jnp.float32).reshape(n_groups, 1, n_parts, LANES)
+    s = jnp.broadcast_to(s, (n_groups, g // k, n_parts, LANES)).reshape(-1, n_parts, LANES)
+    s = s.swapaxes(0, 1)[:, None]
+    wide = [v[:, :, :, j].astype(jnp.float32) for j in range(k)]
+
+    def of_token(t: int) -> Array:
+        terms = [wide[j] * each[:, :, t, :, j] for j in range(k)]
+        return _added([_added(terms[c::_CHAINS]) for c in range(min(_CHAINS, k))]) * s
+
+    return of_token(0) if both == 1 else lax.complex(of_token(0), of_token(1))
+
+
+def _added_up(sums: Shaped[Array, "P T C L"]) -> Float[Array, "T O"]:
+    """The sum over chunks, one after the other, of each token."""
+    y = _added([sums[:, :, c] for c in range(sums.shape[2])])
+    # Before it is added up XLA would compute each part of a complex number by itself.
+    each = jnp.stack([y.real, y.imag] if jnp.iscomplexobj(y) else [y], axis=2)
+    return each.transpose(1, 2, 0, 3).reshape(-1, y.shape[0] * LANES)
+
+
+def _terms(g: int) -> int:
+    """Terms of an expression: a group's inputs, or a part of them."""
+    if g <= _MOST_TERMS:
+        return g
+    return max((k for k in range(_MOST_TERMS // 4, _MOST_TERMS) if g % k == 0), default=g)
+
+
+def _added(terms: list[Array]) -> Array:
+    return functools.reduce(operator.add, terms)

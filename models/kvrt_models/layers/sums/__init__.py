@@ -1,1 +1,0 @@
-"""Products with few tokens on CPU as sums that XLA vectorizes."""
