@@ -11,7 +11,7 @@ from tests.models.test_int8_agreement import apart
 # A module of this marker alone is optimised; else products of eight bits take five times longer.
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_layer_a_program")]
 # What docs/quantization.md states.
-BOUND = 0.01
+BOUND = 2e-4
 
 
 @pytest.mark.parametrize(
