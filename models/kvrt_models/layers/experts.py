@@ -16,6 +16,7 @@ from jax import lax
 
 from kvrt.arrays import Array, Float, Int, state
 from kvrt_models.layers.feed_forward import Gated, act_and_mul
+from kvrt_models.layers.int8 import Int8Matrix, int8_product
 from kvrt_models.layers.linear import Linear, Matrix, linear, rms_norm
 from kvrt_models.layers.table import Layer
 from kvrt_models.spec import DecoderSpec, Experts, Scoring
@@ -209,8 +210,10 @@ def _arrays(of: Linear) -> tuple[Matrix, Array | None]:
 
 def _product(x: Array, of: tuple[Matrix, Array | None], expert: Array) -> Array:
     weights, bias = of
-    pick = functools.partial(lax.dynamic_index_in_dim, index=expert, keepdims=False)
-    y = linear(x, jax.tree.map(pick, weights))
+    if isinstance(weights, Int8Matrix):
+        y = int8_product(x, weights, expert)
+    else:
+        y = linear(x, lax.dynamic_index_in_dim(weights, expert, keepdims=False))
     return y if bias is None else y + lax.dynamic_index_in_dim(bias, expert)
 
 

@@ -136,29 +136,46 @@ def _widened(values: Int[Array, "G R g"], scale: Float[Array, "G R"]) -> Float[A
 
 # Traced once for all layers whose matrices have one shape.
 @jax.jit
-def int8_product(x: Float[Array, "T I"], matrix: Int8Matrix) -> Float[Array, "T O"]:
-    """X times the transpose of the matrix, in float32.
+def int8_product(
+    x: Float[Array, "T I"], matrix: Int8Matrix, expert: Int[Array, ""] | None = None
+) -> Float[Array, "T O"]:
+    """X times the transpose of the matrix, or of an expert's, in float32.
 
     GPUs and TPUs multiply integers of eight bits themselves: there nothing is widened.
     """
     if not matrix.in_lanes:
-        return _by_int8(x, matrix)
-    return (by_lanes if x.shape[0] <= MOST_IN_LANES else by_widened)(x, matrix)
+        return _by_int8(x, matrix if expert is None else _of_expert(matrix, expert))
+    return (by_lanes if x.shape[0] <= MOST_IN_LANES else by_widened)(x, matrix, expert)
 
 
-def by_lanes(x: Float[Array, "T I"], matrix: Int8Matrix) -> Float[Array, "T O"]:
+def by_lanes(
+    x: Float[Array, "T I"], matrix: Int8Matrix, expert: Int[Array, ""] | None = None
+) -> Float[Array, "T O"]:
     """The product with weights that are widened in registers."""
-    n_parts, _, g, _ = matrix.values.shape
+    *_, n_parts, n_groups, g, _ = matrix.values.shape
+    # An expert is not cut out: that would copy it.
+    values = matrix.values.reshape(-1, n_groups, g, LANES)
+    first = jnp.int32(0) if expert is None else expert * n_parts
+    scale = matrix.scale if expert is None else _of_expert(matrix, expert).scale
+    n = n_pieces(n_parts, x.shape[0], x.shape[1], g)
+    return _in_pieces(n, x, scale, lambda s, at: lane_product(x, values, s, first + at))
 
-    def multiply(x: Array, part: Int8Matrix) -> Array:
-        return lane_product(x, part.values, part.scale)
 
-    return _in_pieces(n_pieces(n_parts, x.shape[0], x.shape[1], g), multiply, x, matrix)
-
-
-def by_widened(x: Float[Array, "T I"], matrix: Int8Matrix) -> Float[Array, "T O"]:
+def by_widened(
+    x: Float[Array, "T I"], matrix: Int8Matrix, expert: Int[Array, ""] | None = None
+) -> Float[Array, "T O"]:
     """The product with weights that are widened in memory, as many at a time as stay in cache."""
-    return _in_pieces(matrix.values.shape[0] // piece_size(matrix), _by_widened, x, matrix)
+    of = matrix if expert is None else _of_expert(matrix, expert)
+
+    def multiply(scale: Array, at: int | Array) -> Array:
+        n_parts = -(-scale.shape[1] // LANES)
+        return _by_widened(x, lax.dynamic_slice_in_dim(of.values, at, n_parts), scale)
+
+    return _in_pieces(of.values.shape[0] // piece_size(of), x, of.scale, multiply)
+
+
+def _of_expert(matrix: Int8Matrix, expert: Int[Array, ""]) -> Int8Matrix:
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, expert, keepdims=False), matrix)
 
 
 def piece_size(matrix: Int8Matrix) -> int:
@@ -190,11 +207,11 @@ def _by_int8(x: Array, matrix: Int8Matrix) -> Array:
     return y.T * (most * (1 / (127 * _STEPS)))[:, None]
 
 
-def _by_widened(x: Array, matrix: Int8Matrix) -> Array:
-    """The product with a matrix that is widened for it alone."""
-    rows = in_rows(matrix.values, matrix.n_outputs)
-    scale = matrix.scale.astype(jnp.float32) + _zero_after(x)
-    whole, columns = lax.optimization_barrier(_widened(rows, scale)), (((1,), (1,)), ((), ()))
+def _by_widened(x: Array, values: Array, scale: Array) -> Array:
+    """The product with weights that are widened for it alone."""
+    rows = in_rows(values, scale.shape[1])
+    wide = _widened(rows, scale.astype(jnp.float32) + _zero_after(x))
+    whole, columns = lax.optimization_barrier(wide), (((1,), (1,)), ((), ()))
     if x.shape[0] > _MOST_MATRIX_FIRST:
         return lax.dot_general(x, whole, columns)
     # The barrier keeps XLA from exchanging the two again.
@@ -202,25 +219,24 @@ def _by_widened(x: Array, matrix: Int8Matrix) -> Array:
 
 
 def _in_pieces(
-    n: int, multiply: Callable[[Array, Int8Matrix], Array], x: Array, matrix: Int8Matrix
-) -> Array:
-    """The product in `n` pieces, each of as many outputs."""
-    n_parts = matrix.values.shape[0] // n
+    n: int, x: Array, scale: Float[Array, "G O"], multiply: Callable[[Array, int | Array], Array]
+) -> Float[Array, "T O"]:
+    """The product in `n` pieces of as many outputs, from their scales and their first part."""
+    n_outputs = scale.shape[1]
     if n == 1:
-        return multiply(x, matrix)
-    missing = n * n_parts * LANES - matrix.n_outputs
-    scale = jnp.pad(matrix.scale, ((0, 0), (0, missing))) if missing else matrix.scale
-    size = n_parts * LANES
+        return multiply(scale, 0)
+    n_parts = -(-n_outputs // LANES)
+    size, missing = n_parts // n * LANES, n_parts * LANES - n_outputs
+    scale = jnp.pad(scale, ((0, 0), (0, missing))) if missing else scale
 
     def piece(i: Array, out: Array) -> Array:
-        values = lax.dynamic_slice_in_dim(matrix.values, i * n_parts, n_parts)
         of_piece = lax.dynamic_slice_in_dim(scale, i * size, size, axis=1)
-        y = multiply(x, Int8Matrix(values=values, scale=of_piece))
+        y = multiply(of_piece, i * (n_parts // n))
         return lax.dynamic_update_slice_in_dim(out, y, i * size, axis=1)
 
     # A constant would be copied for every product when the program begins.
     out = jnp.broadcast_to(_zero_after(x), (x.shape[0], n * size))
-    return lax.fori_loop(0, n, piece, out)[:, : matrix.n_outputs]
+    return lax.fori_loop(0, n, piece, out)[:, :n_outputs]
 
 
 def _largest(x: Float[Array, "T I"]) -> Float[Array, " T"]:

@@ -43,24 +43,29 @@ def in_rows(values: Int[Array, "P G g L"], n_outputs: int) -> Int[Array, "G O g"
 
 
 def lane_product(
-    x: Float[Array, "T I"], values: Int[Array, "P G g L"], scale: Float[Array, "G O"]
+    x: Float[Array, "T I"],
+    values: Int[Array, "P G g L"],
+    scale: Float[Array, "G O"],
+    first: int | Int[Array, ""] = 0,
 ) -> Float[Array, "T O"]:
-    """X times the transpose of the matrix, in float32.
+    """X times the transpose of a matrix, in float32.
 
     A token has the same bits alone and among others. One with a NaN or an infinity has no finite
     output; the others do not change.
 
     Args:
       x: the tokens' activations.
-      values: integers, by `in_lanes`.
-      scale: of each output in each group, not negative.
+      values: integers, by `in_lanes`, the matrix among them.
+      scale: of each output of the matrix in each group, not negative.
+      first: part of the values that the matrix begins with.
     """
-    n_tokens, n_outputs, n_parts = x.shape[0], scale.shape[1], values.shape[0]
+    n_tokens, n_outputs = x.shape[0], scale.shape[1]
+    n_parts = -(-n_outputs // LANES)
     if n_tokens > 1 and n_tokens % 2:
         x = jnp.concatenate([x, jnp.zeros_like(x[:1])])
     missing = n_parts * LANES - n_outputs
     scale = jnp.pad(scale, ((0, 0), (0, missing))) if missing else scale
-    sums = _sums(x, values, scale)
+    sums = _sums(x, values, scale, first)
     # What a branch takes is in memory: all that reads the product would compute the sums again. No
     # scale is below zero, which XLA does not know.
     known = scale[0, 0] >= 0
@@ -70,32 +75,38 @@ def lane_product(
 
 
 def n_pieces(n_parts: int, n_tokens: int, n_inputs: int, g: int) -> int:
-    """Into how many a product of several tokens is cut, so that its sums stay in a core's cache.
-
-    XLA copies the weights of a piece, so one token has none.
-    """
-    if n_tokens == 1:
-        return 1
+    """Into how many a product is cut, so that its sums stay in a core's cache."""
     n = -(-n_parts * LANES * n_tokens * (n_inputs // _terms(g)) // _MOST_SUMS)
     return next((k for k in range(n, n_parts) if n_parts % k == 0), n_parts) if n > 1 else 1
 
 
-def _sums(x: Array, values: Array, scale: Array) -> Shaped[Array, "P T C L"]:
+def _sums(
+    x: Array, values: Array, scale: Array, first: int | Array
+) -> Shaped[Array, "P T C L"]:
     """The sums over chunks of inputs; those of two tokens are the parts of a complex number.
 
     A loop has one result, and what two tokens have in common is computed once: a weight in float32.
     """
-    (n_parts, n_groups, g, _), n_tokens = values.shape, x.shape[0]
-    both, k = min(n_tokens, 2), _terms(g)
-    v = values.reshape(n_parts, 1, -1, k, LANES)
-    each = x.reshape(1, -1, both, v.shape[2], k, 1)
+    (n_all, n_groups, g, _), n_tokens = values.shape, x.shape[0]
+    both, k, n_parts = min(n_tokens, 2), _terms(g), scale.shape[1] // LANES
+    v = values.reshape(n_all, 1, -1, k, LANES)
+    n_chunks = v.shape[2]
+    each = x.reshape(1, -1, both, n_chunks, k, 1)
     s = scale.astype(jnp.float32).reshape(n_groups, 1, n_parts, LANES)
     s = jnp.broadcast_to(s, (n_groups, g // k, n_parts, LANES)).reshape(-1, n_parts, LANES)
     s = s.swapaxes(0, 1)[:, None]
-    wide = [v[:, :, :, j].astype(jnp.float32) for j in range(k)]
+    at, zero = jnp.asarray(first, jnp.int32), jnp.int32(0)
+    size = (n_parts, 1, n_chunks, 1, LANES)
+
+    def wide(j: int) -> Array:
+        # One cut for each term: XLA would copy what all of them are cut from.
+        cut = lax.dynamic_slice(v, (at, zero, zero, jnp.int32(j), zero), size)
+        return cut[:, :, :, 0].astype(jnp.float32)
+
+    weights = [wide(j) for j in range(k)]
 
     def of_token(t: int) -> Array:
-        terms = [wide[j] * each[:, :, t, :, j] for j in range(k)]
+        terms = [weights[j] * each[:, :, t, :, j] for j in range(k)]
         return _added([_added(terms[c::_CHAINS]) for c in range(min(_CHAINS, k))]) * s
 
     return of_token(0) if both == 1 else lax.complex(of_token(0), of_token(1))
