@@ -14,6 +14,7 @@ import jaxtyping
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from jax.extend.core import get_opaque_trace_state
 
 from tests import typechecker, xla_defects
 
@@ -248,16 +249,19 @@ def one_layer_a_program():
         yield
 
 
-@pytest.fixture(scope="module")
-def zeros_of_numpy():
-    """For caches that are made and counted, and hardly used: their zeros need no programs."""
+@pytest.fixture(scope="session", autouse=True)
+def _zeros_of_numpy():
+    """Zeros outside of programs come from NumPy: each shape of a cache is a program of 20 ms.
 
-    plain = jax.numpy.zeros
+    Large ones, of caches that are only counted, take no memory as they are.
+    """
+    plain, outside = jax.numpy.zeros, get_opaque_trace_state()
 
-    def zeros(shape, dtype=np.float32):
-        # Those of no test's cache are counted by their shapes alone.
-        is_small = np.prod(shape, dtype=float) < 1 << 20
-        return jax.device_put(np.zeros(shape, dtype)) if is_small else plain(shape, dtype)
+    def zeros(shape, dtype=np.float32, **placed):
+        is_large = np.prod(shape, dtype=float) >= 1 << 20
+        if placed or is_large or get_opaque_trace_state() != outside:
+            return plain(shape, dtype, **placed)
+        return jax.device_put(np.zeros(shape, dtype), may_alias=False)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.numpy, "zeros", zeros)

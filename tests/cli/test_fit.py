@@ -20,8 +20,6 @@ from kvrt.policies.scored import SnapKV
 from kvrt.serving.engine import Engine
 from kvrt_models import load
 
-pytestmark = pytest.mark.usefixtures("zeros_of_numpy")
-
 
 @pytest.fixture
 def fit(kvrt, tiny):

@@ -24,8 +24,6 @@ from kvrt.serving.sizing.pool_sizes import engine_plan
 from kvrt.sizes import rounded_up
 from tests.toys import HybridLm, ToyLm
 
-pytestmark = pytest.mark.usefixtures("zeros_of_numpy")
-
 WINDOW, CHUNK = MaskSpec(kind="window", size=24), MaskSpec(kind="chunked", size=16)
 MODELS = {
     "full": lambda: ToyLm(),

@@ -7,7 +7,8 @@ from kvrt import CacheConfig, Runtime, session
 from kvrt.reuse.plan import operations, plan_reuse
 from kvrt_models.load import load
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_layer_a_program")]
+OPTIMISED = False  # products of float32 cost the same, and compiling less
 
 # The windows of 512 tokens have left the insertion's place behind.
 N_UBATCH, AT, N_TEXT = 64, 70, 640

@@ -18,8 +18,6 @@ from tests.latentlm import RANK, ROPE
 from tests.serving.engines import MODELS, N_BATCH, ask, make
 from tests.sharedlm import D
 
-pytestmark = pytest.mark.usefixtures("zeros_of_numpy")
-
 CONFIG = CacheConfig(n_seq_max=3, block_size=8, n_ubatch=N_BATCH, type_v="bf16")
 POLICY = AttentionSinks(n_sink=4, n_window=19)
 

@@ -14,8 +14,6 @@ from tests.serving.engines import N_BATCH, ask, make, one
 from tests.store.plaincodec import head_bytes
 from tests.toys import ToyLm
 
-pytestmark = pytest.mark.usefixtures("zeros_of_numpy")
-
 INT8 = {"type_k": "int8", "type_v": "int8", "hadamard": True}
 
 
