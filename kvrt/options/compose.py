@@ -154,8 +154,6 @@ _NOT_BUILT = {
     "read some: with drafts the text would be another; leave one of them out",
     "drafts | indexer + rounded": "the tokens of a round choose by each other's index keys as they "
     "were computed, single steps as a cache of {rounded} has them; use f32, or no drafts",
-    "LayerSkip | states": "LayerSkip drafts by attention layers; this model has recurrent ones, "
-    "whose states of refused drafts cannot be taken back: use PromptLookup or DraftModel",
     "n_rs_seq + engine | drafts": "n_rs_seq is {n_rs_seq}, and a round of drafts keeps one state "
     "a request, that of its last accepted token; set n_rs_seq to 0, or leave out speculation",
     "whole cells | unrotated keys / self_extend": "cells are chosen by keys as they are stored, "

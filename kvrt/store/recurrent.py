@@ -88,6 +88,11 @@ def put_one(store: StateStore, index: Int32[AnyArray, ""], one: OneState) -> Sta
     return StateStore(tables=jax.tree.map(replaced, store.tables, one))
 
 
+def states_at(tables: StateTables, src: Int32[AnyArray, "..."]) -> tuple[Shaped[Array, "..."], ...]:
+    """The states of one layer at some indices; zeros where there is none."""
+    return tuple(t.at[src].get(mode="fill", fill_value=0) for t in tables)
+
+
 def advance(
     tables: StateTables, at: StateIndex, step: Callable, inputs: tuple[Array, ...]
 ) -> tuple[StateTables, Any]:
@@ -105,8 +110,7 @@ def advance(
 
     def one(tables: StateTables, x: tuple) -> tuple[StateTables, Any]:
         src, dst, token = x
-        old = tuple(t.at[src].get(mode="fill", fill_value=0) for t in tables)
-        new, out = step(old, token)
+        new, out = step(states_at(tables, src), token)
         put = (t.at[dst].set(s, mode="drop") for t, s in zip(tables, new, strict=True))
         return tuple(put), out
 
@@ -127,7 +131,7 @@ def advance_apart(
 
     def one(last: tuple[Array, ...], x: tuple) -> tuple[tuple[Array, ...], Any]:
         src, follows, token = x
-        held = (t.at[src].get(mode="fill", fill_value=0) for t in tables)
+        held = states_at(tables, src)
         old = tuple(jnp.where(follows, a, b) for a, b in zip(last, held, strict=True))
         new, out = step(old, token)
         return new, (new, out)
@@ -178,7 +182,7 @@ def advance_chunks(
     inputs = tuple(jnp.pad(x, [(0, size)] + [(0, 0)] * (x.ndim - 1)) for x in inputs)
 
     def moved(tables: StateTables, i: Array, end: Array, by: Callable) -> tuple[StateTables, Any]:
-        new, y = by(tuple(t.at[src[i]].get(mode="fill", fill_value=0) for t in tables))
+        new, y = by(states_at(tables, src[i]))
         to = dst[end - 1]
         put = (t.at[to].set(s, mode="drop") for t, s in zip(tables, new, strict=True))
         return tuple(put), y

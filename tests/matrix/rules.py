@@ -21,7 +21,7 @@ from tests.matrix.axes import AXES, Cell
 
 # Traits of what has one of some others, and of what has all of some others.
 ANY = {
-    "one order": ("states", "reused cells", "policy by score"),
+    "one order": ("some states", "only states", "reused cells", "policy by score"),
     "moving request": ("policy by position",),
     "only slots of heads": ("policy by score",),
 }
