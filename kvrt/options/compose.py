@@ -47,6 +47,9 @@ _MATHEMATICS = {
     "heavy; use select=Quest(...) or hadamard=False",
     "select | no full layer": "select reads some cells of layers that see all of them, and this "
     "model has none beyond its first {select} layers; leave select out",
+    "extremes | unrotated keys": "Quest compares extremes of keys in a unit, RoPE rotates each key "
+    "by its own angle, and the extremes of unrotated keys bound none of that; use rope='write', or "
+    "DoubleSparsity",
     "indexer | grouped positions": "SelfExtend of kind 'paper' compares distant keys by grouped "
     "positions, and an indexer was trained to rank them by exact ones; use the kind cache, or do "
     "without it",
@@ -134,8 +137,6 @@ _NOT_BUILT = {
     "out",
     "policy by score | full layer that reads": "{full layer that reads}, which {policy by score} "
     "evicts before it runs, by what that one alone attends to; use a policy by position",
-    "select | unrotated keys": "select compares labels of keys as they are stored, and RoPE pairs "
-    "channels and moves extremes, so unrotated keys have none; use rope='write'",
     "select | mesh": "select needs labels of all cells on one device; leave mesh out",
     "indexer | mesh": "an indexer ranks all cells of a sequence together, and a mesh has some on "
     "each device; leave mesh out",
