@@ -130,8 +130,9 @@ _NOT_BUILT = {
     "divided positions | policy by position": "{policy by position} and SelfExtend in the cache "
     "both move positions; choose one of them",
     "divided positions | some windows": "SelfExtend of kind 'cache' cannot reach layers that see "
-    "a window of their own or have no positions, the first is {some windows}; use a model without "
-    "such layers, or the kind paper",
+    "a window of their own or have no positions, the first is {some windows}: the other layers "
+    "would need positions and a token history apart from theirs; use a model without such layers, "
+    "or the kind paper",
     "close_up | hadamard": "with close_up {close_up} keeps keys unrotated and rotates them when "
     "it reads them, which a Hadamard transform before has to wait for; leave hadamard or close_up "
     "out",
@@ -141,7 +142,7 @@ _NOT_BUILT = {
     "indexer | mesh": "an indexer ranks all cells of a sequence together, and a mesh has some on "
     "each device; leave mesh out",
     "kernel | latent": "layers that keep a latent read their keys from two arrays, kernels from "
-    "one; use attention='chunked'",
+    "one: each would have to load both for a block and add two products; use attention='chunked'",
     "kernel | fp8": "a cache of fp8: kernels read plain floats and integers; take int8, or "
     "attention='chunked'",
     "TPU kernel | neighbours rotated at read": "cached keys of which RoPE rotates pairs of "

@@ -154,7 +154,9 @@ REFUSED = (
     _absent(
         "N4",
         "modules",
-        "a `PromptCache` is of a Runtime; requests share what they begin with by the prefix cache",
+        "a `PromptCache` is of a Runtime; requests share what they begin with by the prefix cache: "
+        "an Engine would have to find modules by hashes of their own and compute the arguments in "
+        "the gaps between them, where it computes only what follows the cached tokens",
         *(_ENGINES, ("state", "modules")),
     ),
 )
