@@ -308,7 +308,7 @@ def layer_traits(
         found["no full layer"] = str(n_dense)
     if recurrent is None:
         return found | {"no states": ""}
-    return found | {"states": "", "some states" if groups else "only states": ""}
+    return found | {"some states" if groups else "only states": ""}
 
 
 def __getattr__(name: str) -> object:

@@ -5,9 +5,12 @@ Both are made once a step and shared by all layers of a group.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -64,6 +67,35 @@ class RopeTables:
         at = slots // self.cells[0].shape[2], slots % self.cells[0].shape[2]
         cos, sin = (table[at[0], :, at[1]].T for table in self.cells)
         return rope.rotate_block(keys, cos, sin, self.layout)
+
+    def rotate_units(
+        self, keys: Float[Array, "H T K D _"], found: Int32[Array, "H T K"]
+    ) -> Float[Array, "H T K D _"]:
+        """Cached keys of some units, by kv head and token, likewise."""
+        unit = keys.shape[-1]
+        within = jnp.arange(unit, dtype=jnp.int32)[None, None, None]
+        slots = found[..., None] * unit + within
+
+        def of_head(keys: Array, slots: Array) -> Array:
+            columns = jnp.moveaxis(keys, 2, 0).reshape(1, keys.shape[2], -1)
+            rotated = self.rotate_slots(columns, slots.reshape(-1))
+            return jnp.moveaxis(rotated.reshape(keys.shape[2], *slots.shape), 0, 2)
+
+        return jax.vmap(of_head)(keys, slots)
+
+    def rotate_channels(
+        self, parts: Float[Array, "H X C"], channels: Sequence[Sequence[int]]
+    ) -> Float[Array, "H r C"]:
+        """Some channels of all cached keys, likewise; their partners lie behind them in `parts`."""
+        assert self.cells is not None, "keys that are stored unrotated"
+        _, pair, sign = rope.rope_partners(
+            np.asarray(channels, np.int32), 2 * self.cells[0].shape[1], self.layout
+        )
+        cos, sin = (_joined(x, jnp.arange(x.shape[0], dtype=jnp.int32)) for x in self.cells)
+        cos = jnp.pad(cos, ((0, 1), (0, 0)), constant_values=1.0)[pair]
+        sin = jnp.pad(sin, ((0, 1), (0, 0)))[pair]
+        own, partners = jnp.split(parts, 2, axis=1)
+        return own * cos + partners * (sin * jnp.asarray(sign)[..., None])
 
     def specs(self) -> "RopeTables":
         """How the tables lie on a mesh: those of cells are divided as the cells are."""

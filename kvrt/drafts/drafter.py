@@ -71,7 +71,7 @@ class Speculation:
     @property
     def traits(self) -> dict[str, str]:
         """Names that the rules of `kvrt.options.compose` refer to, and their words."""
-        return {"drafts": ""} | ({} if self.exit_layer is None else {"LayerSkip": ""})
+        return {"drafts": ""}
 
     def __post_init__(self) -> None:
         """Refuses rounds of no drafts, or of so many that most would be refused."""

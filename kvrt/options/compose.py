@@ -47,6 +47,9 @@ _MATHEMATICS = {
     "heavy; use select=Quest(...) or hadamard=False",
     "select | no full layer": "select reads some cells of layers that see all of them, and this "
     "model has none beyond its first {select} layers; leave select out",
+    "extremes | unrotated keys": "Quest compares extremes of keys in a unit, RoPE rotates each key "
+    "by its own angle, and the extremes of unrotated keys bound none of that; use rope='write', or "
+    "DoubleSparsity",
     "indexer | grouped positions": "SelfExtend of kind 'paper' compares distant keys by grouped "
     "positions, and an indexer was trained to rank them by exact ones; use the kind cache, or do "
     "without it",
@@ -127,20 +130,19 @@ _NOT_BUILT = {
     "divided positions | policy by position": "{policy by position} and SelfExtend in the cache "
     "both move positions; choose one of them",
     "divided positions | some windows": "SelfExtend of kind 'cache' cannot reach layers that see "
-    "a window of their own or have no positions, the first is {some windows}; use a model without "
-    "such layers, or the kind paper",
+    "a window of their own or have no positions, the first is {some windows}: the other layers "
+    "would need positions and a token history apart from theirs; use a model without such layers, "
+    "or the kind paper",
     "close_up | hadamard": "with close_up {close_up} keeps keys unrotated and rotates them when "
     "it reads them, which a Hadamard transform before has to wait for; leave hadamard or close_up "
     "out",
     "policy by score | full layer that reads": "{full layer that reads}, which {policy by score} "
     "evicts before it runs, by what that one alone attends to; use a policy by position",
-    "select | unrotated keys": "select compares labels of keys as they are stored, and RoPE pairs "
-    "channels and moves extremes, so unrotated keys have none; use rope='write'",
     "select | mesh": "select needs labels of all cells on one device; leave mesh out",
     "indexer | mesh": "an indexer ranks all cells of a sequence together, and a mesh has some on "
     "each device; leave mesh out",
     "kernel | latent": "layers that keep a latent read their keys from two arrays, kernels from "
-    "one; use attention='chunked'",
+    "one: each would have to load both for a block and add two products; use attention='chunked'",
     "kernel | fp8": "a cache of fp8: kernels read plain floats and integers; take int8, or "
     "attention='chunked'",
     "TPU kernel | neighbours rotated at read": "cached keys of which RoPE rotates pairs of "
@@ -154,8 +156,6 @@ _NOT_BUILT = {
     "read some: with drafts the text would be another; leave one of them out",
     "drafts | indexer + rounded": "the tokens of a round choose by each other's index keys as they "
     "were computed, single steps as a cache of {rounded} has them; use f32, or no drafts",
-    "LayerSkip | states": "LayerSkip drafts by attention layers; this model has recurrent ones, "
-    "whose states of refused drafts cannot be taken back: use PromptLookup or DraftModel",
     "n_rs_seq + engine | drafts": "n_rs_seq is {n_rs_seq}, and a round of drafts keeps one state "
     "a request, that of its last accepted token; set n_rs_seq to 0, or leave out speculation",
     "whole cells | unrotated keys / self_extend": "cells are chosen by keys as they are stored, "

@@ -122,6 +122,11 @@ class Quest(Select):
 
     name: ClassVar[str] = "quest"
 
+    @property
+    def traits(self) -> dict[str, str]:
+        """Likewise, and what its labels are."""
+        return {**super().traits, "extremes": ""}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DoubleSparsity(Select):

@@ -55,6 +55,10 @@ class Layout:
         """Layers that keep a state."""
         return self.recurrent.layers if self.recurrent else ()
 
+    def n_recurrent(self, end: int) -> int:
+        """Layers before one that keep a state."""
+        return sum(x < end for x in self.recurrent_layers)
+
     @property
     def exit_layer(self) -> int:
         """The first layer from which on none keeps anything; all layers where there is none."""

@@ -68,7 +68,8 @@ class Cache:
     """Keys and values and what their cells mean, by store, on the device; recurrent states.
 
     `labels` lie beside keys where decode reads sparsely; they follow from the keys. `nan_scores`
-    counts scores of a policy that were NaN, where layers keep tokens by score.
+    counts scores of a policy that were NaN, where layers keep tokens by score; while layers draft,
+    by token as their states are.
     A runtime's has a cell for every slot: those from `Extent.n_cells` on are empty for ever.
     """
 
@@ -76,7 +77,7 @@ class Cache:
     cells: tuple[Cells, ...]
     states: recurrent.StateStore | None = None
     labels: tuple[StoreLabels, ...] | None = None
-    nan_scores: Int32[AnyArray, ""] | None = None
+    nan_scores: Int32[AnyArray, "..."] | None = None
 
 
 class NanScores:
@@ -277,8 +278,12 @@ def write_step(
     states = cache.states and recurrent.StateStore(tables=advanced)
     after = dataclasses.replace(cache, stores=tuple(stores), states=states)
     if isinstance(attention, ScoredStep):
-        n_nan = jnp.asarray(cache.nan_scores) + attention.n_nan_scores
-        after = dataclasses.replace(after, nan_scores=n_nan)
+        counted, n_nan = jnp.asarray(cache.nan_scores), attention.n_nan_scores
+        if counted.ndim and batch.states is not None:
+            counted = counted.at[jnp.asarray(batch.states.dst)].add(n_nan, mode="drop")
+        else:
+            counted += jnp.sum(n_nan)
+        after = dataclasses.replace(after, nan_scores=counted)
     plan = _label_plan(spec)
     return after if plan is None else _labelled(plan, after, batch, spec)
 

@@ -92,6 +92,11 @@ def put_one(store: StateStore, index: Int32[AnyArray, ""], one: OneState) -> Sta
     return StateStore(tables=jax.tree.map(replaced, store.tables, one))
 
 
+def states_at(tables: StateTables, src: Int32[AnyArray, "..."]) -> tuple[Shaped[Array, "..."], ...]:
+    """The states of one layer at some indices; zeros where there is none."""
+    return tuple(t.at[src].get(mode="fill", fill_value=0) for t in tables)
+
+
 def of_one_state(step: InPlace) -> Callable:
     """A step as `advance_apart` wants it, from one state to the next."""
 
@@ -108,7 +113,7 @@ def _moved(
     """Goes from state src to state dst; `in_place` as in `advance`."""
     if in_place:
         return by(_copied(tables, src, dst), dst)
-    new, out = by(tuple(t.at[src].get(mode="fill", fill_value=0) for t in tables))
+    new, out = by(states_at(tables, src))
     return tuple(t.at[dst].set(s, mode="drop") for t, s in zip(tables, new, strict=True)), out
 
 
@@ -170,7 +175,7 @@ def advance_apart(
 
     def one(last: tuple[Array, ...], x: tuple) -> tuple[tuple[Array, ...], Any]:
         src, follows, token = x
-        held = (t.at[src].get(mode="fill", fill_value=0) for t in tables)
+        held = states_at(tables, src)
         old = tuple(jnp.where(follows, a, b) for a, b in zip(last, held, strict=True))
         new, out = step(old, token)
         return new, (new, out)

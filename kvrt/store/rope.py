@@ -214,6 +214,22 @@ def rotate_block(
     return rotated if d == 2 * n_pairs else jnp.concatenate([rotated, tail], axis=1)
 
 
+def rope_partners(
+    channels: Int32[np.ndarray, "*S"], n_rot: int, layout: str
+) -> tuple[Int32[np.ndarray, "*S"], Int32[np.ndarray, "*S"], Float[np.ndarray, "*S"]]:
+    """Of some channels their partners, their pairs, and the sign of the partner's sine.
+
+    Channels from n_rot on are not rotated: they are their own partners, and of pair n_rot // 2.
+    """
+    n = n_rot // 2
+    partner, pair, second = channels ^ 1, channels // 2, channels % 2
+    if layout == "neox":
+        partner, pair, second = (channels + n) % n_rot, channels % n, channels // n
+    rotated = channels < n_rot
+    partner, pair = np.where(rotated, partner, channels), np.where(rotated, pair, n)
+    return partner, pair, np.where(second > 0, 1.0, -1.0).astype(np.float32)
+
+
 def _unknown(layout: str) -> BadConfig:
     return BadConfig(f"rope layout is {layout!r}; 'norm' or 'neox'")
 

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvrt import CacheConfig, GroupSpec
+from kvrt import CacheConfig, GroupSpec, RopeSpec
 from kvrt.attention import BlockView, LayerAttention, LayerKV, TokenQKV, attend
+from kvrt.attention.rope import RopeTables
 from kvrt.attention.select import choose, labels, lines, read
 from kvrt.attention.view import SeqView
 from kvrt.errors import BadConfig
@@ -252,6 +253,27 @@ def test_a_step_labels_its_unit_as_a_rebuild_would(name):
     (want,) = rebuilt(plan, 0, (case.labels,), case.kv, shaped, ids)
     np.testing.assert_array_equal(got, want)
     assert (np.asarray(got) != np.asarray(case.labels)).any()
+
+
+@pytest.mark.parametrize("layout", ["norm", "neox"])
+def test_unrotated_keys_are_chosen_and_read_as_they_are_rotated(layout):
+    """Of labels the heavy channels, of units all of them; RoPE leaves the last four alone."""
+    rng, n_blocks, b = np.random.default_rng(1), 4, 32
+    keys = jnp.asarray(rng.standard_normal((n_blocks, H, D, b), np.float32))
+    cos, sin = jnp.asarray(rng.standard_normal((2, n_blocks, 6, b), np.float32))
+    tables = RopeTables(tokens=cos[:2], cell_cos=cos, cell_sin=sin, layout=layout)
+    want = np.stack([tables.rotate_cells(k, jnp.array([i])) for i, k in enumerate(keys)])
+    specs = RopeSpec(n_rot=12, layout=layout)
+    plan = labels.LabelPlan(select=SPECS["pooled"], layers=((2,),), unrotated=((2, specs),))
+    flat = [np.moveaxis(x, 0, 2).reshape(H, D, -1) for x in (keys, want)]
+    parts = np.take_along_axis(flat[0], plan.channels(2)[..., None], axis=1)
+    heavy = np.take_along_axis(flat[1], np.array(CHANNELS[2])[..., None], axis=1)
+    found = tables.rotate_channels(jnp.asarray(parts), CHANNELS[2])
+    np.testing.assert_allclose(found, heavy, atol=1e-6)
+    units = jnp.asarray(rng.integers(0, n_blocks * b // 16, (H, 3, 2)).astype(np.int32))
+    gathered = [labels.gather_units(jnp.asarray(x), units, 16, 3) for x in (keys, want)]
+    read_as = tables.rotate_units(gathered[0], units)
+    np.testing.assert_allclose(read_as, gathered[1], atol=1e-6)
 
 
 def test_lines_of_units_are_counted_and_cells_touch_most_of_them():

@@ -1,16 +1,16 @@
 """The axis `speculation`: cells whose texts are drafted for, and what drafts for them.
 
 Its values are "none", "wrong" (the oracle's own tokens with a mistake at an index that goes round,
-behind the last one as well, so that each is refused somewhere) and "ngram" (prompt lookup). It
-stands beside the pairs of `covering.py`: some cells that have between them every place, policy,
-frame of keys, kind of state, way to decode and of programs. Every kind of layer is in
-tests/runtime/test_speculation.py and tests/serving/test_engine_drafts.py.
+behind the last one as well, so that each is refused somewhere), "ngram" (prompt lookup) and "skip"
+(the first layer drafts). It stands beside the pairs of `covering.py`: some cells that have between
+them every place, policy, frame of keys, kind of state, way to decode and of programs. Every kind of
+layer is in tests/runtime/test_speculation.py and tests/serving/test_engine_drafts.py.
 """
 
 import dataclasses
 import functools
 
-from kvrt import PromptLookup, Speculation
+from kvrt import LayerSkip, PromptLookup, Speculation
 from tests.matrix import plainmodel
 from tests.matrix.axes import Cell
 from tests.matrix.plaincache import PlainSeq
@@ -37,9 +37,13 @@ DRAFTED = (
     Cell(where="engine_paged", layers="latent", dtype="int8", speculation="wrong"),
     Cell(rope="read", layers="latent", dtype="int4", speculation="wrong"),
     whole("context_shift", layers="latent", dtype="bf16", speculation="ngram"),
+    Cell(layers="delta+full", dtype="int8", state="session", speculation="skip"),
+    whole(where="engine_paged", layers="recurrent+full", state="prefix", speculation="skip"),
+    Cell("h2o", layers="full+window", speculation="skip"),
 )
 ON_MESH = (
     Cell(layers="full+recurrent", devices="mesh", speculation="wrong"),
+    Cell(layers="recurrent+full", devices="mesh", speculation="skip"),
     whole(where="engine_paged", dtype="int8", devices="mesh", speculation="wrong"),
 )
 # Refused when the object is made.
@@ -50,8 +54,8 @@ def speculation_of(cell):
     """What the generations of a cell are told, or None."""
     if cell.speculation == "none":
         return None
-    of = PromptLookup(n_max=2, n_min=1) if cell.speculation == "ngram" else Wrong(cell)
-    return Speculation(drafter=of, n_draft=N_DRAFT)
+    of = {"ngram": PromptLookup(n_max=2, n_min=1), "skip": LayerSkip(exit_layer=1)}
+    return Speculation(drafter=of.get(cell.speculation, Wrong(cell)), n_draft=N_DRAFT)
 
 
 @dataclasses.dataclass
@@ -108,6 +112,6 @@ def generate(at, n):
 
 def check(cell, n_rounds, n_drafted, n_accepted):
     """Drafts have to have been made, and of wrong ones some and not all have to have stayed."""
-    some = cell.speculation == "ngram" or 0 < n_accepted < n_drafted
+    some = cell.speculation != "wrong" or 0 < n_accepted < n_drafted
     if cell.speculation != "none" and not (n_rounds and some):
         raise Different(f"{n_accepted} of {n_drafted} drafts in {n_rounds} rounds stayed")

@@ -287,7 +287,8 @@ class PlainSeq:
             scores = np.where(seen[:, None], scores, -np.inf)
             chooses = len(own) == 1 and self.n_stored >= self.n_whole and mask.kind == "full"
             if self.cell.attention == "sparse" and chooses:
-                scores = np.where(read_sparsely(rotated(query, first), keys, pos), scores, -np.inf)
+                there = rotated(keys, np.where(is_rotated, 0, pos))
+                scores = np.where(read_sparsely(rotated(query, first), there, pos), scores, -np.inf)
             weights = np.exp(scores - scores.max(0))
             weights /= weights.sum(0)
             out = out + np.einsum("nh,nhd->hd", weights, by_head).ravel()

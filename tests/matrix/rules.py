@@ -21,7 +21,7 @@ from tests.matrix.axes import AXES, Cell
 
 # Traits of what has one of some others, and of what has all of some others.
 ANY = {
-    "one order": ("states", "reused cells", "policy by score"),
+    "one order": ("some states", "only states", "reused cells", "policy by score"),
     "moving request": ("policy by position",),
     "only slots of heads": ("policy by score",),
 }
@@ -154,7 +154,9 @@ REFUSED = (
     _absent(
         "N4",
         "modules",
-        "a `PromptCache` is of a Runtime; requests share what they begin with by the prefix cache",
+        "a `PromptCache` is of a Runtime; requests share what they begin with by the prefix cache: "
+        "an Engine would have to find modules by hashes of their own and compute the arguments in "
+        "the gaps between them, where it computes only what follows the cached tokens",
         *(_ENGINES, ("state", "modules")),
     ),
 )

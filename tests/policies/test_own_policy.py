@@ -14,6 +14,7 @@ from kvrt import (
     Engine,
     EngineConfig,
     GroupSpec,
+    LayerSkip,
     Request,
     RopeSpec,
     Runtime,
@@ -35,7 +36,7 @@ from kvrt.policies import ContextShift
 from kvrt.policies.scored import H2O, ScoredPolicy
 from kvrt.session import fingerprint
 from kvrt.session.fingerprint import named_policy
-from tests.toys import ToyLm
+from tests.toys import KindedLm, ToyLm
 
 N_KV, N_SINK, N_RECENT = 2, 2, 8
 SIZES = {"budget": 20, "interval": 8, "n_sink": N_SINK, "n_recent": N_RECENT}
@@ -197,13 +198,15 @@ class Zeros:
 
 
 @pytest.mark.slow
-def test_evictions_behind_refused_drafts_are_not_counted():
-    runtime = Runtime(ToyLm(n_layers=1), CONFIG, policy=EveryThird(**SIZES))
+@pytest.mark.parametrize("model", [ToyLm, KindedLm])
+@pytest.mark.parametrize("drafter", [Zeros(), LayerSkip(exit_layer=1)], ids=["zeros", "layers"])
+def test_evictions_behind_refused_drafts_are_not_counted(model, drafter):
+    runtime = Runtime(model(n_layers=2), CONFIG, policy=EveryThird(**SIZES))
     runtime.append([(7 * i) % 32 for i in range(42)])
-    list(runtime.generate(20, speculation=Speculation(drafter=Zeros(), n_draft=3)))
+    list(runtime.generate(20, speculation=Speculation(drafter=drafter, n_draft=3)))
     stats = runtime.stats()
     assert stats.n_drafted > stats.n_accepted
-    assert stats.n_nan_scores == N_KV * n_nan(runtime.seq_pos_max() + 1)
+    assert stats.n_nan_scores == 2 * N_KV * n_nan(runtime.seq_pos_max() + 1)
 
 
 @pytest.mark.slow

@@ -174,9 +174,10 @@ def test_a_round_gives_the_same(name):
 
 
 @pytest.mark.slow
-def test_layers_that_draft_give_the_same():
-    """Of a model whose other layer changes little."""
-    whole, by_layer = pair("window", behind=0.3, in_numpy=contextlib.nullcontext)
+@pytest.mark.parametrize(("name", "behind"), [("window", 0.3), ("h2o", 0.3), ("retention", 1.0)])
+def test_layers_that_draft_give_the_same(name, behind):
+    """Of models whose other layers change little."""
+    whole, by_layer = pair(name, behind=behind, in_numpy=contextlib.nullcontext)
     same_text(whole, by_layer, lambda: LayerSkip(exit_layer=1))
 
 

@@ -1,10 +1,13 @@
 """Drafts by the first layers: text and cache of plain decoding, every layer once a token."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
 from test_speculation import (
     EACH_KIND,
+    KINDS,
     N_DRAFT,
     N_VOCAB,
     POLICIES,
@@ -19,14 +22,28 @@ from test_speculation import (
 from kvrt import CacheConfig, GenerationSpec, LayerSkip, MaskSpec, Runtime, Sampling, Speculation
 from kvrt.cells.cells import owned
 from kvrt.errors import BadConfig
+from kvrt.policies.scored import H2O
 from kvrt.store.kv import read_kv
 from tests.marks import first_fast
+from tests.matrix.plainmodel import PlainModel
 from tests.numpy_device.device import installed
+from tests.retentiontoy import decoder
 from tests.sharedlm import CLA2, SharedLm
-from tests.toys import HybridLm, RowModel, ToyLm
+from tests.toys import RowModel, ToyLm
 
 EXIT = {"shared": 2}
 EACH = first_fast(k for k in EACH_KIND if k not in ("recurrent", "hybrid"))
+# The states of layers that draft, and of the one behind them.
+WHOLE = {"programs": "whole"}
+STATES = {
+    "recurrent+full": {},
+    "delta+full": WHOLE,
+    "full+delta": WHOLE,
+    "recurrent+window": {"n_rs_seq": 3},
+    "retention": {},
+    "full+window": {"policy": H2O(budget=24)},
+    "full+wide_window": {"policy": H2O(budget=24), **WHOLE},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +87,13 @@ def test_text_and_cache_are_those_of_plain_decoding(kind):
     drafted = build(kind)
     drafted_like(plain_of(kind), drafted, EXIT.get(kind, 1))
     assert {k[0] for k in drafted.programs.compiled()} >= {"layer_skip"}
+
+
+@pytest.mark.parametrize("name", first_fast(STATES))
+def test_states_are_those_of_plain_decoding(name, monkeypatch):
+    make = decoder if name == "retention" else functools.partial(PlainModel, name)
+    monkeypatch.setitem(KINDS, name, make)
+    drafted_like(plain_of(name, **STATES[name]), build(name, **STATES[name]))
 
 
 @pytest.mark.slow
@@ -208,7 +232,6 @@ REFUSED = {
         "the model has 2 layers; some of them must draft",
     ),
     "in parts": (lambda: RowModel(masks=[MaskSpec()]), 1, "RowModel cannot be run in parts; give"),
-    "recurrent": (HybridLm, 1, "this model has recurrent ones, whose states of refused drafts"),
     "shared": (lambda: SharedLm(kv_of=CLA2), 1, "layer 1 reads the keys and values of layer 0"),
 }
 

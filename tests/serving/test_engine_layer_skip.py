@@ -22,7 +22,12 @@ pytestmark = pytest.mark.slow
 N_DRAFT = 3
 SPEC = Speculation(drafter=LayerSkip(exit_layer=1), n_draft=N_DRAFT)
 # Also equal: full, chunked, sinks, latent and ropes, and each of these in the other mode.
-KINDS = [("rolling", "cell"), ("window", "paged")]
+KINDS = [
+    ("rolling", "cell"),
+    ("window", "paged"),
+    ("retention", "cell"),
+    ("retention", "paged"),
+]
 
 
 def pair(kind, mode, in_numpy=installed, **options):
@@ -47,7 +52,7 @@ def test_text_is_that_without_drafts(kind, mode, monkeypatch):
     """Several requests a step, some without drafts, refused at every index, and hits on those."""
     never_backs_off(monkeypatch)
     rng, refused = np.random.default_rng(3), set()
-    both = pair(kind, mode)
+    both = pair(kind, mode, programs="whole")
     drafts = both[0]._steps._drafts
     ran = drafts.ran
 
@@ -122,7 +127,7 @@ def test_policies_and_an_int8_cache(monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "exit_layer", "message"),
     [
-        ("recurrent", 1, "this model has recurrent ones, whose states of refused drafts"),
+        ("recurrent", 1, "HybridLm cannot be run in parts"),
         ("shared", 1, "reads the keys and values of layer 0"),
     ],
 )

@@ -48,10 +48,9 @@ class ScoredStep(StepAttention):
     stays: Bool[Array, " T"] | bool = True
 
     @property
-    def n_nan_scores(self) -> Int32[Array, ""]:
-        """Scores that were NaN in the evictions of the step."""
-        counts = (jnp.where(self.stays, n, 0) for n in self.n_nan.values())
-        return sum(map(jnp.sum, counts), jnp.int32(0))
+    def n_nan_scores(self) -> Int32[Array, "..."]:
+        """Scores that were NaN in the evictions of the step, by token; 0 where no layer evicts."""
+        return jnp.where(self.stays, sum(self.n_nan.values(), jnp.int32(0)), 0)
 
     def keep(self, stays: Bool[Array, " T"]) -> None:
         """As of any step; evictions behind refused tokens count no more."""

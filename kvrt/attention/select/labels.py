@@ -2,7 +2,8 @@
 
 They are derived from the keys as they are stored, and rebuilt wherever those change. H kv heads,
 X channels of a label, U units of a store: Quest keeps each channel's greatest and least key in a
-unit, [H, 2D, U]; Double Sparsity the heavy channels of every cell, [H, r, C].
+unit, [H, 2D, U]; Double Sparsity the heavy channels of every cell, [H, r, C], and of unrotated keys
+behind them the channels that RoPE pairs them with, [H, 2r, C].
 """
 
 import dataclasses
@@ -14,9 +15,11 @@ import numpy as np
 from jax import lax
 
 from kvrt.arrays import AnyArray, Array, Bool, Float, Int32
+from kvrt.config import RopeSpec
 from kvrt.kv_types import Codec
 from kvrt.options.select import UNIT, DoubleSparsity, Select
 from kvrt.sizes import StoreSpec
+from kvrt.store import rope
 from kvrt.store.codec import KVArray, decode, empty_quantized, encode
 from kvrt.store.kv import KVStore
 from kvrt.store.per_channel import PerChannel
@@ -35,35 +38,46 @@ class LabelPlan:
     Attributes:
       select: how cells are chosen.
       layers: by store and array the model's layer that it belongs to, None without labels.
+      unrotated: by layer whose keys are stored unrotated, how they are rotated.
     """
 
     select: Select
     layers: tuple[tuple[int | None, ...], ...]
+    unrotated: tuple[tuple[int, RopeSpec], ...] = ()
 
     def create(self, stores: Sequence[StoreSpec]) -> tuple[StoreLabels, ...]:
         """Zeroed labels of all stores."""
         return tuple(
             tuple(
-                None if x is None else _zeros(self.select, spec.n_kv_heads, spec.head_dim, n)
+                None if x is None else self._zeros(x, spec.n_kv_heads, spec.head_dim, n)
                 for x in of_store
             )
             for of_store, spec in zip(self.layers, stores, strict=True)
             for n in [spec.extent.n_slots]
         )
 
+    def channels(self, layer: int) -> Int32[np.ndarray, "H X"] | None:
+        """The channels of a layer's labels; None where labels are extremes of all."""
+        if not isinstance(self.select, DoubleSparsity):
+            return None
+        heavy = np.asarray(self.select.channels[layer], np.int32)
+        how = dict(self.unrotated).get(layer)
+        if how is None:
+            return heavy
+        return np.concatenate([heavy, rope.rope_partners(heavy, how.n_rot, how.layout)[0]], axis=1)
 
-def _zeros(select: Select, n_heads: int, head_dim: int, n_cells: int) -> LabelArray:
-    if not isinstance(select, DoubleSparsity):
-        return jnp.zeros((n_heads, 2 * head_dim, n_cells // UNIT), jnp.float32)
-    shape = n_heads, select.n_channels, n_cells
-    if select.label_type == "int4":
-        return empty_quantized(_INT4, shape, 1)
-    return jnp.zeros(shape, {"f32": jnp.float32, "f16": jnp.float16}[select.label_type])
+    def _zeros(self, layer: int, n_heads: int, head_dim: int, n_cells: int) -> LabelArray:
+        select, channels = self.select, self.channels(layer)
+        if channels is None or not isinstance(select, DoubleSparsity):
+            return jnp.zeros((n_heads, 2 * head_dim, n_cells // UNIT), jnp.float32)
+        shape = n_heads, channels.shape[1], n_cells
+        if select.label_type == "int4":
+            return empty_quantized(_INT4, shape, 1)
+        return jnp.zeros(shape, {"f32": jnp.float32, "f16": jnp.float16}[select.label_type])
 
 
 def of_keys(
-    select: Select,
-    layer: int,
+    channels: Int32[np.ndarray, "H X"] | None,
     keys: Float[Array, "*S H D B"],
     held: Bool[Array, "*S B"],
     like: LabelArray,
@@ -71,14 +85,13 @@ def of_keys(
     """Labels of the keys of whole units, as they are kept, by unit or by cell on the last axis.
 
     Args:
-      select: which labels.
-      layer: whose keys.
+      channels: which are kept of each cell; None keeps extremes.
       keys: as they are stored, in float32.
       held: cells that hold a token; others have no part in extremes.
       like: an array of the wanted type.
     """
-    if isinstance(select, DoubleSparsity):
-        at = jnp.asarray(np.asarray(select.channels[layer], np.int32))[..., None]
+    if channels is not None:
+        at = jnp.asarray(channels)[..., None]
         at = at.reshape((1,) * (keys.ndim - at.ndim) + at.shape)
         return encode(jnp.take_along_axis(keys, at, axis=-2), like, -2)
     keys = keys.reshape(*keys.shape[:-1], -1, UNIT)
@@ -121,7 +134,7 @@ def rebuild(
                 found.append(old)
                 continue
             stored = decode(jax.tree.map(lambda x: x[block], keys), -2)
-            new = of_keys(plan.select, layer, stored, held, old)
+            new = of_keys(plan.channels(layer), stored, held, old)
             found.append(jax.tree.map(_at_block(block), old, new))
         return tuple(found)
 
@@ -163,7 +176,7 @@ def after_write(
             found.append(old)
             continue
         stored = decode(gather_units(keys, unit[None], UNIT, 3), -2)  # [H, T, D, 16]
-        new = of_keys(plan.select, layer, jnp.moveaxis(stored, 0, 1), held, old)
+        new = of_keys(plan.channels(layer), jnp.moveaxis(stored, 0, 1), held, old)
         at = cells if isinstance(plan.select, DoubleSparsity) else unit[:, None]
         found.append(jax.tree.map(_at_cells(at), old, new))
     return tuple(found)

@@ -12,7 +12,7 @@ from kvrt.attention.select.choose import UnitView, choose_units
 from kvrt.attention.select.labels import LabelArray, gather_units
 from kvrt.attention.types import LayerAttention, LayerKV, TokenQKV
 from kvrt.attention.view import AnyView, SeqView
-from kvrt.options.select import Select
+from kvrt.options.select import DoubleSparsity, Select
 from kvrt.store.codec import decode
 
 Arguments = tuple[TokenQKV, LayerKV, AnyView, LayerAttention]
@@ -49,7 +49,10 @@ def attend_chosen(
     def some_cells() -> Array:
         qkv, how = args[0], args[3]
         q = _by_head(qkv.q, qkv.k.shape[1])
-        found = choose_units(select, layer, q, chosen_by.labels, chosen_by.units, how.group)
+        labels = chosen_by.labels
+        if how.rope is not None and isinstance(select, DoubleSparsity):
+            labels = how.rope.rotate_channels(decode(labels, -2), select.channels[layer])
+        found = choose_units(select, layer, q, labels, chosen_by.units, how.group)
         return over_units(args, q, found, chosen_by.units)
 
     return lax.cond(chosen_by.units.fits, all_cells, some_cells)
@@ -63,6 +66,8 @@ def over_units(
     (n_heads, n_tokens, n_group, d), group = q.shape, how.group
     unit, n_lanes = units.cells.shape[2], n_heads * n_tokens
     keys = decode(gather_units(kv.k, found, unit, 3), -2)
+    if how.rope is not None:
+        keys = how.rope.rotate_units(keys, found)
     values = decode(gather_units(kv.v, found, unit, 2), -1)
     visible = units.cells[jnp.arange(n_tokens, dtype=jnp.int32)[None, :, None], found]
     s = jnp.einsum("htgd,htkdb->htgkb", q, keys) * jnp.float32(group.score_scale)

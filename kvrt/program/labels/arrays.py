@@ -2,7 +2,7 @@
 
 from kvrt.attention.select.labels import LabelPlan
 from kvrt.cells.slots import Places
-from kvrt.config import GroupSpec
+from kvrt.config import GroupSpec, RopeSpec
 from kvrt.errors import BadConfig
 from kvrt.options.cache import CacheConfig
 from kvrt.options.compose import check_together
@@ -19,13 +19,16 @@ def label_plan(layout: Layout, config: CacheConfig) -> LabelPlan | None:
     select = config.select
     if select is None:
         return None
+    unrotated: list[tuple[int, RopeSpec]] = []
     layers: list[list[int | None]] = [[None] * s.n_buffers for s in layout.stores]
     for group, i, buffers in zip(layout.groups, layout.store_of, layout.buffers, strict=True):
         if group.mask.kind != "full":
             continue
         for layer, b in zip(group.layers, buffers, strict=True):
             layers[i][b] = layer if layer >= select.n_dense else None
-    return LabelPlan(select=select, layers=tuple(map(tuple, layers)))
+            if group.rope and config.rope == "read":
+                unrotated.append((layer, group.rope))
+    return LabelPlan(select=select, layers=tuple(map(tuple, layers)), unrotated=tuple(unrotated))
 
 
 def check_labels(layout: Layout, config: CacheConfig) -> None:

@@ -247,7 +247,8 @@ class StepByLayer:
         mine = Stream(x=stream.x, own={i: stream.own[i] for i in part.reads}, late={})
         mine_of = _places(batch, part, batch.out_ids if traced.is_narrow else None)
         args, donate = (*arrays.of(part, params), mine_of, mine), (0,) * (program is layers)
-        given, result = arrays.call(Program(program, (self.kind, traced), args, donate, n_known=2))
+        n_known = 0 if arrays.by_token else 2
+        given, result = arrays.call(Program(program, (self.kind, traced), args, donate, n_known))
         # Named by the layers that the program is traced for.
         own = dict(zip(part.late, given.own.values(), strict=True))
         late = dict(zip(part.late, given.late.values(), strict=False))
@@ -262,8 +263,11 @@ class StepByLayer:
 class Arrays:
     """A cache's arrays during a step; results of a program replace the arrays that it was given.
 
-    `call` runs the programs of the step, or begins them.
+    `call` runs the programs of the step, or begins them. `states` has tables by recurrent layer,
+    with a state for each token of a step where they are `by_token`.
     """
+
+    by_token = False
 
     def __init__(self, cache: Cache, call: Call):
         """Takes a cache apart."""
@@ -271,8 +275,8 @@ class Arrays:
         self._k = [list(x.k) for x in cache.stores]
         self._v = [list(x.v) for x in cache.stores]
         self._labels = [list(x) for x in cache.labels or ()]
-        self._states = list(cache.states.tables) if cache.states else []
-        self._nan_scores = cache.nan_scores
+        self.states = list(cache.states.tables) if cache.states else []
+        self.nan_scores = cache.nan_scores
 
     def of(self, part: LayersPart, params: tuple) -> tuple[Cache, Fixed]:
         """Arrays that some layers write, and arrays that they only read."""
@@ -282,9 +286,9 @@ class Arrays:
         held = Cache(
             stores=self._stores(own),
             cells=(),
-            states=StateStore(tables=_of(self._states, part.states)) if has_states else None,
+            states=StateStore(tables=_of(self.states, part.states)) if has_states else None,
             labels=self._labels_of(own) if has_labels else None,
-            nan_scores=self._nan_scores if part.layout.scored else None,
+            nan_scores=self.nan_scores if part.layout.scored else None,
         )
         labels = self._labels_of(lent) if has_labels else ()
         cells = _of(self.cells, part.stores)
@@ -298,21 +302,21 @@ class Arrays:
         for i, mine, of_store in zip(part.stores, part.own, new.labels or (), strict=False):
             _set(self._labels[i], mine, of_store)
         if new.states is not None:
-            _set(self._states, part.states, new.states.tables)
+            _set(self.states, part.states, new.states.tables)
         if new.nan_scores is not None:
-            self._nan_scores = new.nan_scores
+            self.nan_scores = new.nan_scores
 
     def cache(self) -> Cache:
         """The cache as it is."""
         pairs = zip(self._k, self._v, strict=True)
-        states = StateStore(tables=tuple(self._states)) if self._cache.states else None
+        states = StateStore(tables=tuple(self.states)) if self._cache.states else None
         labels = tuple(map(tuple, self._labels)) if self._cache.labels is not None else None
         return Cache(
             stores=tuple(KVStore(k=tuple(k), v=tuple(v)) for k, v in pairs),
             cells=self.cells,
             states=states,
             labels=labels,
-            nan_scores=self._nan_scores,
+            nan_scores=self.nan_scores,
         )
 
     def _stores(self, which: Sequence[tuple[int, Sequence[int]]]) -> tuple[KVStore, ...]:

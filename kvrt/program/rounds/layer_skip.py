@@ -4,7 +4,9 @@
     layers [E, L)   all tokens of the step at once, from the residual stream that was kept of each
 
 So every layer runs once a token. The cells of refused drafts are empty afterwards: the slots of a
-round were empty before it, or those of tokens that no later one sees.
+round were empty before it, or those of tokens that no later one sees. Recurrent states stay as they
+were: layers that draft keep one for each token of the step, of which those of tokens that stay are
+written at the end.
 
 Source: arXiv:2404.16710 (LayerSkip), sec. 4.3.
 """
@@ -38,6 +40,20 @@ from kvrt.program.rounds.round import (
 )
 from kvrt.program.sample import Sampler
 from kvrt.program.step import Cache, StepSpec
+from kvrt.store import recurrent
+from kvrt.store.recurrent import StateIndex, StateStore, StateTables
+
+
+@state
+class FirstStates:
+    """Recurrent states of the layers that draft, and how many scores were NaN there.
+
+    They are the cache's, or apart from it: then token t of the step has state t, which is the one
+    before it until the token has run, and the one after it from then on.
+    """
+
+    tables: tuple[StateTables, ...]
+    nan_scores: Int32[AnyArray, "..."] | None
 
 
 @state
@@ -56,8 +72,8 @@ def check_exit(programs: Programs, exit_layer: int) -> None:
     """Refuses a model whose first layers cannot draft for the others.
 
     Raises:
-      BadConfig: there are too few layers, it cannot be run in parts, it keeps recurrent states, or
-        a layer behind the exit reads keys and values of one before it.
+      BadConfig: there are too few layers, it cannot be run in parts, or a layer behind the exit
+        reads keys and values of one before it.
     """
     layout = programs.spec.layout
     n_layers = layout.n_layers
@@ -106,20 +122,63 @@ def draft_and_verify(
     # Blocks that the step begins are emptied once, before its first layers write there.
     cache = dataclasses.replace(cache, cells=steps.vacated(cache.cells, step.batch, spec))
     step = dataclasses.replace(step, batch=without_fresh(step.batch))
-    drafts, cache = _draft(model, cache, step, where)
+    n_recurrent = spec.layout.n_recurrent(exit_layer)
+    first = first_states(cache, n_recurrent)
+    drafts, cache = _draft(model, _with_first(cache, states_apart(first, step.batch)), step, where)
+    apart = first_states(cache, n_recurrent)
     made, n_layers = to_verify(drafts, step), spec.layout.n_layers
 
-    def run(_: Array, attend: StepAttention) -> tuple[Array, Verified]:
+    def run(_: Array, attend: StepAttention) -> tuple[Array, tuple[Verified, Bool[Array, " T"]]]:
         attend.one_by_one()
         x = model.layers(drafts.stream, attend, exit_layer, n_layers)
         logits = model.head(x[jnp.asarray(made.batch.out_ids)]).astype(jnp.float32)
         verified, stays = accept(logits, made, n_best)
         attend.keep(stays)
-        return logits, verified
+        return logits, (verified, stays)
 
     # Layers behind the exit have cached nothing of these tokens.
-    (_, verified), cache = steps.in_place(run, cache, made.batch, spec)
-    return verified, cache
+    cache = _with_first(cache, first)
+    (_, (verified, stays)), cache = steps.in_place(run, cache, made.batch, spec)
+    first = dataclasses.replace(first, nan_scores=cache.nan_scores)
+    return verified, _with_first(cache, kept_states(first, apart, step.batch, stays))
+
+
+def first_states(cache: Cache, n: int) -> FirstStates:
+    """States of the first n recurrent layers, of a cache."""
+    tables = cache.states.tables if cache.states else ()
+    return FirstStates(tables=tables[:n], nan_scores=cache.nan_scores)
+
+
+def states_apart(first: FirstStates, batch: Batch) -> FirstStates:
+    """The states before the tokens of a step, apart from the cache."""
+    n_nan = None if first.nan_scores is None else jnp.zeros(batch.tokens.shape, jnp.int32)
+    before = tuple(recurrent.states_at(x, _index(batch).src) for x in first.tables)
+    return FirstStates(tables=before, nan_scores=n_nan)
+
+
+def kept_states(
+    first: FirstStates, apart: FirstStates, batch: Batch, stays: Bool[Array, " T"]
+) -> FirstStates:
+    """The cache's states, with those after tokens that stay."""
+    pairs = zip(first.tables, apart.tables, strict=True)
+    tables = tuple(recurrent.put_kept(x, _index(batch), new, stays) for x, new in pairs)
+    n_nan = first.nan_scores
+    if n_nan is not None and apart.nan_scores is not None:
+        n_nan = jnp.asarray(n_nan) + jnp.sum(jnp.where(stays, apart.nan_scores, 0))
+    return FirstStates(tables=tables, nan_scores=n_nan)
+
+
+def _with_first(cache: Cache, first: FirstStates) -> Cache:
+    """A cache with other states of the layers that draft."""
+    states = cache.states
+    if states is not None:
+        states = StateStore(tables=(*first.tables, *states.tables[len(first.tables) :]))
+    return dataclasses.replace(cache, states=states, nan_scores=first.nan_scores)
+
+
+def _index(batch: Batch) -> StateIndex:
+    assert batch.states is not None, "a step of recurrent layers has state indices"
+    return batch.states
 
 
 def _draft(
@@ -181,7 +240,10 @@ def with_singles(drafts: LayerDrafts, x: Float[Array, "N E"]) -> LayerDrafts:
 
 def next_tokens(drafts: LayerDrafts, step: RoundStep) -> Batch:
     """Token i of each round; padding where a round is over."""
-    batch, here = step.batch, _here(drafts, step)
+    batch, here, states = step.batch, _here(drafts, step), None
+    if batch.states is not None:
+        before = dataclasses.replace(drafts, i=jnp.maximum(drafts.i - 1, 0))
+        states = StateIndex(src=_here(before, step), dst=here)
 
     def of(x: AnyArray, fill: int) -> Array:
         return jnp.asarray(x).at[here].get(mode="fill", fill_value=fill)
@@ -195,6 +257,7 @@ def next_tokens(drafts: LayerDrafts, step: RoundStep) -> Batch:
         seq_ids=of(batch.seq_ids, -1),
         places=tuple(map(place, batch.places)),
         out_ids=jnp.arange(here.shape[0], dtype=jnp.int32),
+        states=states,
     )
 
 
@@ -260,12 +323,14 @@ def _single_tokens(batch: Batch, n: int) -> Batch:
     places = (
         dataclasses.replace(p, slots=jnp.asarray(p.slots)[:n], fresh=None) for p in batch.places
     )
+    ids = jnp.arange(n, dtype=jnp.int32)
     return Batch(
         tokens=jnp.asarray(batch.tokens)[:n],
         pos=jnp.asarray(batch.pos)[:n],
         seq_ids=jnp.asarray(batch.seq_ids)[:n],
         places=tuple(places),
-        out_ids=jnp.arange(n, dtype=jnp.int32),
+        out_ids=ids,
+        states=StateIndex(src=ids, dst=ids) if batch.states else None,
     )
 
 

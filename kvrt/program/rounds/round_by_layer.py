@@ -22,11 +22,15 @@ from kvrt.program.batch import Batch, without_fresh
 from kvrt.program.layers.by_layer import Arrays, StepByLayer, unwritten_layers
 from kvrt.program.programs import ModelKind, Program
 from kvrt.program.rounds.layer_skip import (
+    FirstStates,
     LayerDrafts,
     begun,
     drafted,
+    first_states,
+    kept_states,
     n_drafting,
     next_tokens,
+    states_apart,
     to_verify,
     with_singles,
 )
@@ -48,28 +52,40 @@ def round_by_layer(
       What was sampled, or its shapes.
     """
     if how.exit_layer is None:
-        runs, (x, batch) = layers.runs, layers.embed(arrays, step.batch)
+        runs, apart, (x, batch) = layers.runs, None, layers.embed(arrays, step.batch)
         step = dataclasses.replace(step, batch=batch)
     else:
         runs = layers.split(how.exit_layer)[1]
-        step, x = _drafted(layers, how, arrays, step)
+        step, x, apart = _drafted(layers, how, arrays, step)
     passed = layers.run(arrays, step.batch, x, runs, unwritten_layers)
     static = layers.kind, (how.n_best, passed.is_narrow)
     args = arrays.cells, layers.rest, step, passed.stream.x
     wanted = Program(accept_round, static, args, donate=(0,), n_known=2)
     verified, stays, arrays.cells = arrays.call(wanted)
     layers.write(arrays, step.batch, runs, passed.kept, stays)
+    if apart is not None and apart.tables:
+        first = first_states(arrays.cache(), len(apart.tables))
+        keeps = Program(kept_states, (), (first, apart, step.batch, stays), donate=(0,))
+        _put_first(arrays, arrays.call(keeps))
     return verified
+
+
+def _put_first(arrays: Arrays, first: FirstStates) -> None:
+    """Takes other states of the layers that draft."""
+    arrays.states = [*first.tables, *arrays.states[len(first.tables) :]]
+    arrays.nan_scores = first.nan_scores
 
 
 def _drafted(
     layers: StepByLayer, how: RoundSpec, arrays: Arrays, step: RoundStep
-) -> tuple[RoundStep, Any]:
-    """The step with drafts, and the stream of its tokens behind the layers that made them."""
+) -> tuple[RoundStep, Any, FirstStates]:
+    """The step with drafts, the stream behind the layers that made them, and their states."""
     assert how.exit_layer is not None, "some layers draft"
     n, (runs, _), static = n_drafting(step, how), layers.split(how.exit_layer), (layers.kind,)
+    n_recurrent = layers.kind.spec.layout.n_recurrent(how.exit_layer)
 
-    # The cells of drafts are not the cache's, so that an error between programs leaves none there.
+    # Cells and states of drafts are not the cache's, so that an error between programs leaves none
+    # there.
     drafting = copy.copy(arrays)
 
     def first_layers(batch: Batch) -> tuple[Any, Batch]:
@@ -77,9 +93,11 @@ def _drafted(
         x, batch = layers.embed(drafting, batch)
         return layers.run(drafting, batch, x, runs).stream.x, batch
 
-    args = arrays.cells, layers.rest, step
+    args = arrays.cells, layers.rest, first_states(arrays.cache(), n_recurrent), step
     begins = Program(begin_drafts, static, args, n_known=2)
-    step, drafts, single, batch, drafting.cells = arrays.call(begins)
+    step, drafts, single, batch, drafting.cells, apart = arrays.call(begins)
+    _put_first(drafting, apart)
+    drafting.by_token = bool(apart.tables)
     if single is not None:
         x, single = first_layers(single)
         args = drafting.cells, drafts, x, single
@@ -93,7 +111,7 @@ def _drafted(
     args = arrays.cells, drafts, step
     ends = Program(end_drafts, static, args, donate=(0,), n_known=1)
     step, arrays.cells = arrays.call(ends)
-    return step, drafts.stream
+    return step, drafts.stream, first_states(drafting.cache(), n_recurrent)
 
 
 # --- programs ----------------------------------------------------------------------------------
@@ -121,12 +139,13 @@ def accept_round(
 
 
 def begin_drafts(
-    kind: ModelKind, cells: ManyCells, rest: tuple, step: RoundStep
-) -> tuple[RoundStep, LayerDrafts, Batch | None, Batch, ManyCells]:
-    """The step again, its tokens of no round, the first ones of rounds, and cells for drafts."""
+    kind: ModelKind, cells: ManyCells, rest: tuple, first: FirstStates, step: RoundStep
+) -> tuple[RoundStep, LayerDrafts, Batch | None, Batch, ManyCells, FirstStates]:
+    """The step again, its tokens of no round, the first ones of rounds; cells, states of drafts."""
     cells = steps.vacated(cells, step.batch, kind.spec)
     drafts, single = begun(kind.outer(rest), step)
-    return step, drafts, single, next_tokens(drafts, step), cells
+    batch, apart = next_tokens(drafts, step), states_apart(first, step.batch)
+    return step, drafts, single, batch, cells, apart
 
 
 def note_singles(

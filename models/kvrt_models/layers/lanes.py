@@ -80,9 +80,7 @@ def n_pieces(n_parts: int, n_tokens: int, n_inputs: int, g: int) -> int:
     return next((k for k in range(n, n_parts) if n_parts % k == 0), n_parts) if n > 1 else 1
 
 
-def _sums(
-    x: Array, values: Array, scale: Array, first: int | Array
-) -> Shaped[Array, "P T C L"]:
+def _sums(x: Array, values: Array, scale: Array, first: int | Array) -> Shaped[Array, "P T C L"]:
     """The sums over chunks of inputs; those of two tokens are the parts of a complex number.
 
     A loop has one result, and what two tokens have in common is computed once: a weight in float32.
