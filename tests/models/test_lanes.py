@@ -19,6 +19,7 @@ from jax import lax
 
 from kvrt_models.layers import int8, lanes
 from kvrt_models.layers.int8 import Int8Matrix
+from kvrt_models.layers.linear import linear
 from tests.marks import slow
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -110,6 +111,21 @@ def test_a_number_that_is_not_finite_stays_in_its_token(size):
             assert not np.isfinite(found[1]).any()
             assert np.array_equal(np.delete(found, 1, 0), np.delete(plain, 1, 0))
             assert not np.isfinite(np.asarray(product(spoilt[1:2], matrix))).any()
+
+
+@pytest.mark.parametrize("n_inputs", [64, 192, 1536, 40, 16 * 97])
+def test_a_token_s_product_with_float16_weights(n_inputs):
+    """Of inputs that fill a register, several chunks of them, and of such as do not."""
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((40, n_inputs)).astype(np.float16)
+    x = rng.standard_normal((1, n_inputs)).astype(np.float32)
+    filled = lanes.row_product(jnp.asarray(x), jnp.asarray(weight))
+    assert (filled is None) == (n_inputs in (40, 16 * 97))
+    exact = x @ weight.astype(np.float64).T
+    for found in (linear(x, weight), *([] if filled is None else [filled])):
+        np.testing.assert_allclose(found, exact, rtol=0, atol=1e-6 * np.abs(exact).max())
+    x[0, 3] = np.nan
+    assert np.isnan(linear(x, weight)).all()
 
 
 @pytest.mark.parametrize("n_tokens", [3, 40])

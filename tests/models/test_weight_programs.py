@@ -41,7 +41,7 @@ def reads_eight_bits(of, text):
     """One loop over outputs for each matrix, and no array as large outside of it."""
     matrices = programs.matrices(of)
     # A sum of each output and chunk of inputs, with outputs in lanes.
-    sums = collections.Counter((*w.values.shape[:1], 1, chunks(w), LANES) for w in matrices)
+    sums = collections.Counter(map(sums_of, matrices))
     loops = (tuple(map(int, x.split(","))) for x in _LOOP.findall(text))
     assert collections.Counter(x for x in loops if x in sums) == sums
     allowed = {*sums, *(w.scale.shape for w in matrices)}
@@ -50,8 +50,11 @@ def reads_eight_bits(of, text):
     assert {x.dtype for x in large} == {"s8"}
 
 
-def chunks(matrix):
-    return matrix.n_inputs // lanes._terms(matrix.values.shape[-2])
+def sums_of(matrix):
+    """The size of a loop's result, for one piece of a large matrix."""
+    n_parts, _, g, _ = matrix.values.shape
+    n = lanes.n_pieces(n_parts, 1, matrix.n_inputs, g)
+    return n_parts // n, 1, matrix.n_inputs // lanes._terms(g), LANES
 
 
 _LOOP = re.compile(r"= f32\[([\d,]+)\]\{3,2,1,0\} fusion\(")

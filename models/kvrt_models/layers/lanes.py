@@ -8,6 +8,7 @@ weights, an activation is not rounded, and any processor with vectors of floats 
 
 import functools
 import operator
+from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
@@ -65,19 +66,48 @@ def lane_product(
         x = jnp.concatenate([x, jnp.zeros_like(x[:1])])
     missing = n_parts * LANES - n_outputs
     scale = jnp.pad(scale, ((0, 0), (0, missing))) if missing else scale
-    sums = _sums(x, values, scale, first)
-    # What a branch takes is in memory: all that reads the product would compute the sums again. No
-    # scale is below zero, which XLA does not know.
-    known = scale[0, 0] >= 0
-    whole = (x.shape[0], n_parts * LANES)
-    y = lax.cond(known, _added_up, lambda _: jnp.full(whole, jnp.nan, jnp.float32), sums)
+    y = _of_sums(_added_up, _sums(x, values, scale, first), (x.shape[0], n_parts * LANES), x)
     return y[:n_tokens, :n_outputs]
+
+
+def row_product(x: Float[Array, "1 I"], weight: Float[Array, "O I"]) -> Float[Array, "1 O"] | None:
+    """One token's product with a float16 matrix [O, I] as it is, neighbouring inputs in lanes.
+
+    None where the inputs fill no registers. YNNPACK sums no float16, and XLA would write the whole
+    matrix in float32 first.
+    """
+    n_outputs, n_inputs = weight.shape
+    k = _terms(n_inputs // LANES)
+    if n_inputs % LANES or k > _MOST_TERMS:
+        return None
+    v, each = weight.reshape(n_outputs, -1, k, LANES), x.reshape(1, -1, k, LANES)
+    terms = [v[:, :, j].astype(jnp.float32) * each[:, :, j] for j in range(k)]
+
+    def added_up(sums: Array) -> Array:
+        y, n = _added([sums[:, c] for c in range(sums.shape[1])]), LANES
+        while n > 1:
+            n //= 2
+            y = y[:, :n] + y[:, n:]
+        return y.T
+
+    return _of_sums(added_up, _in_chains(terms), (1, n_outputs), x)
 
 
 def n_pieces(n_parts: int, n_tokens: int, n_inputs: int, g: int) -> int:
     """Into how many a product is cut, so that its sums stay in a core's cache."""
     n = -(-n_parts * LANES * n_tokens * (n_inputs // _terms(g)) // _MOST_SUMS)
     return next((k for k in range(n, n_parts) if n_parts % k == 0), n_parts) if n > 1 else 1
+
+
+def _of_sums(
+    added_up: Callable[[Array], Array], sums: Array, size: tuple[int, int], x: Array
+) -> Float[Array, "T O"]:
+    """What they add up to, from memory: all that reads the product would compute them again.
+
+    XLA puts nothing into a branch, and does not know that a sign is one bit.
+    """
+    sign = lax.bitcast_convert_type(x[0, 0], jnp.int32) >> 31
+    return lax.cond(sign <= 0, added_up, lambda _: jnp.zeros(size, jnp.float32), sums)
 
 
 def _sums(x: Array, values: Array, scale: Array, first: int | Array) -> Shaped[Array, "P T C L"]:
@@ -105,7 +135,7 @@ def _sums(x: Array, values: Array, scale: Array, first: int | Array) -> Shaped[A
 
     def of_token(t: int) -> Array:
         terms = [weights[j] * each[:, :, t, :, j] for j in range(k)]
-        return _added([_added(terms[c::_CHAINS]) for c in range(min(_CHAINS, k))]) * s
+        return _in_chains(terms) * s
 
     return of_token(0) if both == 1 else lax.complex(of_token(0), of_token(1))
 
@@ -123,6 +153,10 @@ def _terms(g: int) -> int:
     if g <= _MOST_TERMS:
         return g
     return max((k for k in range(_MOST_TERMS // 4, _MOST_TERMS) if g % k == 0), default=g)
+
+
+def _in_chains(terms: list[Array]) -> Array:
+    return _added([_added(terms[c::_CHAINS]) for c in range(min(_CHAINS, len(terms)))])
 
 
 def _added(terms: list[Array]) -> Array:

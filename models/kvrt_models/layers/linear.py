@@ -9,14 +9,13 @@ from jax import lax
 from kvrt.arrays import Array, Float, Int
 from kvrt_models.layers import int8
 from kvrt_models.layers.int8 import Int8Matrix
+from kvrt_models.layers.lanes import row_product
 
 # What a product takes: `Int8Matrix` holds the same numbers in fewer bytes.
 Matrix = Array | Int8Matrix
 # Tokens up to which a float32 product on CPU has the matrix first: measured, 1.9 times faster at 8
 # tokens, 1.7 at 16 and 32, 1.2 at 64, slower at 128.
 _MOST_TRANSPOSED = 64
-# A float16 sum: terms of a lane, for LLVM unrolls no longer loop, and lanes of a register.
-_MOST_TERMS, _REGISTER = 16, 8
 
 
 class Linear(nnx.Module, pytree=False):
@@ -123,28 +122,5 @@ def _transposed_dot(x: Array, weight: Array) -> Array:
 
 
 def _multiply_and_sum(x: Array, weight: Array) -> Array:
-    n_lanes = _lanes(weight.shape[1]) if weight.dtype == jnp.float16 else None
-    if n_lanes is not None:
-        return _sum_in_lanes(n_lanes, x, weight)
-    return jnp.sum(weight.astype(jnp.float32) * x, axis=1)[None]
-
-
-def _lanes(n_inputs: int) -> int | None:
-    """Lanes of each of two sums: whole registers, with the most terms that are unrolled."""
-    terms = range(_MOST_TERMS, 0, -1)
-    return next((n_inputs // (2 * n) for n in terms if n_inputs % (2 * n * _REGISTER) == 0), None)
-
-
-def _sum_in_lanes(n_lanes: int, x: Float[Array, "1 I"], weight: Array) -> Float[Array, "1 O"]:
-    """The product of one token as sums side by side, which are added last.
-
-    YNNPACK sums no float16, and XLA would write the whole matrix in float32 first. A sum over the
-    middle axis has its lanes innermost, so LLVM vectorizes it although floats may not be reordered;
-    of two results in one reduction, because XLA rewrites and hands on only those of one.
-    """
-    halves = weight.reshape(weight.shape[0], 2, -1, n_lanes)
-    factors = x.reshape(2, -1, n_lanes)
-    terms = tuple(halves[:, i].astype(jnp.float32) * factors[i][None] for i in range(2))
-    zeros = (jnp.float32(0), jnp.float32(0))
-    first, second = lax.reduce(terms, zeros, lambda a, b: (a[0] + b[0], a[1] + b[1]), (1,))
-    return jnp.sum(first + second, axis=1)[None]
+    y = row_product(x, weight) if weight.dtype == jnp.float16 else None
+    return jnp.sum(weight.astype(jnp.float32) * x, axis=1)[None] if y is None else y
