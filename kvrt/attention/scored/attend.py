@@ -129,8 +129,7 @@ def attend_and_keep(
         marks, out = all_read()
     else:
         marks, out = lax.cond(refreshes(reads, rows[3][0]), all_read, some_read)
-    index = jnp.arange(rows[0].shape[0], dtype=jnp.int32)
-    places = jnp.where(index < n, slots.marks.filled + index, marks.pos.shape[1])
+    places = slots.marks.places(rows[0].shape[0], n)
     after = head_slots.with_tokens(
         slots, rows[1], rows[2], order_after(out.astype(jnp.float32), places)
     )
@@ -199,7 +198,7 @@ def _placed(
 def _masked(
     s: Float[Array, "H P S"], own: Float[Array, "H P T"], sees: Bool[Array, "H T S"], n: Array
 ) -> tuple[Float[Array, "H G T A"], Bool[Array, "H 1 T A"]]:
-    """Scores of slots and of the step's own tokens, masked, and what is seen."""
+    """Masked scores of slots and of the step's own tokens, and which of them a token sees."""
     n_kv, n_tokens = sees.shape[:2]
     index = jnp.arange(n_tokens, dtype=jnp.int32)
     causal = (index[None] <= index[:, None]) & (index[None] < n)
@@ -254,9 +253,7 @@ def _faded(spec: SlotSpec, sums: Float[Array, "H S"], n: Array) -> Float[Array, 
 
 def _with_marks(marks: SlotMarks, pos: Int32[Array, " T"], n: Array) -> SlotMarks:
     """Marks with the first n tokens, whose sums are 0."""
-    index, n_slots = jnp.arange(pos.shape[0], dtype=jnp.int32), marks.pos.shape[1]
-    # Beyond the last slot nothing is written.
-    at = jnp.where(index < n, marks.filled + index, n_slots)
+    at = marks.places(pos.shape[0], n)
     return dataclasses.replace(
         marks,
         pos=marks.pos.at[:, at].set(pos[None], mode="drop"),
@@ -282,7 +279,7 @@ def _with_sums(
     added = joined(jnp.where(counts[None, None, :, None], added, 0.0), axis=(1, 2))
     kept, old = _faded(spec, marks.sums, n), added[:, :n_slots]
     after = _with_marks(marks, rows[3], n)
-    at = jnp.where(index < n, marks.filled + index, n_slots)
+    at = marks.places(n_tokens, n)
     sums = jnp.maximum(kept, old) if tap.greatest else kept + old
     after = dataclasses.replace(after, sums=sums.at[:, at].set(added[:, n_slots:], mode="drop"))
     if marks.queries is None:

@@ -25,7 +25,7 @@ def evicts_at(spec: SlotSpec, marks: SlotMarks) -> Int32[Array, ""]:
     return jnp.where(behind, jnp.int32(spec.n_slots), jnp.int32(n_first))
 
 
-# Slots that are read, or moved, at once: what a step holds of keys and values beside the tables.
+# Slots that are read or moved at once; a step holds no more keys and values outside the tables.
 TILE = 1024
 
 

@@ -53,7 +53,7 @@ class QuerySums:
 
 @state
 class SlotMarks:
-    """What is known of the tokens in the slots of one state.
+    """Positions and scores of the tokens in the slots of one state.
 
     Tokens lie in the first `filled` slots of each head, ascending by position.
 
@@ -77,6 +77,11 @@ class SlotMarks:
     def taken(self) -> Bool[Array, "H S"]:
         """Slots that hold a token."""
         return (jnp.arange(self.pos.shape[1])[None] < self.filled) & (self.pos >= 0)
+
+    def places(self, n_tokens: int, n: Int32[Array, ""]) -> Int32[Array, " T"]:
+        """Slots of the first n of T tokens that come in; beyond the last one of the others."""
+        index = jnp.arange(n_tokens, dtype=jnp.int32)
+        return jnp.where(index < n, self.filled + index, self.pos.shape[1])
 
 
 @state
@@ -130,9 +135,16 @@ def some_values(slots: HeadSlots, start: Int32[AnyArray, ""], size: int) -> Floa
 
 
 def _some(slots: HeadSlots, start: AnyArray, size: int, axis: int, x: Array) -> Array:
-    starts, sizes = [jnp.asarray(slots.index), *[jnp.int32(0)] * 3], [1, *x.shape[1:]]
-    starts[axis], sizes[axis] = jnp.asarray(start), size
-    return lax.dynamic_slice(x, starts, sizes)[0]
+    sizes = [1, *x.shape[1:]]
+    sizes[axis] = size
+    return lax.dynamic_slice(x, _starts(slots, start, axis), sizes)[0]
+
+
+def _starts(slots: HeadSlots, start: AnyArray, axis: int) -> list[Array]:
+    """Where slots begin in an array whose `axis` has them."""
+    starts = [jnp.asarray(slots.index), *[jnp.int32(0)] * 3]
+    starts[axis] = jnp.asarray(start)
+    return starts
 
 
 def at_slots(slots: HeadSlots, index: Int32[Array, "H X"]) -> tuple[KVArray, KVArray]:
@@ -195,9 +207,7 @@ def keep_only(slots: HeadSlots, index: Int32[Array, "H K"], n_at_once: int) -> H
         k, v = at_slots(slots, jnp.where(places < i * n_at_once, places, of))
 
         def put(axis: int, x: Array, new: Array) -> Array:
-            starts = [jnp.asarray(slots.index), *[jnp.int32(0)] * 3]
-            starts[axis] = start
-            return lax.dynamic_update_slice(x, new[None], starts)
+            return lax.dynamic_update_slice(x, new[None], _starts(slots, start, axis))
 
         return dataclasses.replace(
             slots,
