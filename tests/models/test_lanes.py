@@ -53,7 +53,7 @@ def exact_product(x, matrix, values):
 
 @jax.jit
 def product(x, matrix):
-    return lanes.lane_product(x, matrix.values, matrix.scale)
+    return int8.by_lanes(x, matrix)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -193,7 +193,7 @@ def faults(program, size):
 
 
 def calls(text):
-    """Fusions of a program: the line of each, and what is inside."""
+    """The fusions of a program: the line and the instructions of each."""
     bodies = {}
     for block in text.split("\n\n"):
         if head := re.match(r"\s*%([\w.\-]+) \(", block):

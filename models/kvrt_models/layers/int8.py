@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from kvrt.arrays import Array, Float, Int, state
-from kvrt_models.layers.lanes import LANES, in_lanes, in_rows, lane_product, n_pieces
+from kvrt_models.layers.lanes import LANES, in_lanes, in_rows, lane_product, n_pieces, zero_after
 
 # Inputs that share a scale, at least and at most.
 _LEAST_INPUTS, _MOST_INPUTS = 64, 320
@@ -168,7 +168,7 @@ def by_widened(
     of = matrix if expert is None else _of_expert(matrix, expert)
 
     def multiply(scale: Array, at: int | Array) -> Array:
-        n_parts = -(-scale.shape[1] // LANES)
+        n_parts = scale.shape[1] // LANES
         return _by_widened(x, lax.dynamic_slice_in_dim(of.values, at, n_parts), scale)
 
     return _in_pieces(of.values.shape[0] // piece_size(of), x, of.scale, multiply)
@@ -210,7 +210,8 @@ def _by_int8(x: Array, matrix: Int8Matrix) -> Array:
 def _by_widened(x: Array, values: Array, scale: Array) -> Array:
     """The product with weights that are widened for it alone."""
     rows = in_rows(values, scale.shape[1])
-    wide = _widened(rows, scale.astype(jnp.float32) + _zero_after(x))
+    # Without the dependency XLA widens every matrix when the program begins, and holds them all.
+    wide = _widened(rows, scale.astype(jnp.float32) + zero_after(x))
     whole, columns = lax.optimization_barrier(wide), (((1,), (1,)), ((), ()))
     if x.shape[0] > _MOST_MATRIX_FIRST:
         return lax.dot_general(x, whole, columns)
@@ -221,13 +222,16 @@ def _by_widened(x: Array, values: Array, scale: Array) -> Array:
 def _in_pieces(
     n: int, x: Array, scale: Float[Array, "G O"], multiply: Callable[[Array, int | Array], Array]
 ) -> Float[Array, "T O"]:
-    """The product in `n` pieces of as many outputs, from their scales and their first part."""
+    """The product in `n` pieces of as many outputs, from their scales and their first part.
+
+    The last part is filled up with outputs whose scale is 0.
+    """
     n_outputs = scale.shape[1]
-    if n == 1:
-        return multiply(scale, 0)
     n_parts = -(-n_outputs // LANES)
     size, missing = n_parts // n * LANES, n_parts * LANES - n_outputs
     scale = jnp.pad(scale, ((0, 0), (0, missing))) if missing else scale
+    if n == 1:
+        return multiply(scale, 0)[:, :n_outputs]
 
     def piece(i: Array, out: Array) -> Array:
         of_piece = lax.dynamic_slice_in_dim(scale, i * size, size, axis=1)
@@ -235,7 +239,7 @@ def _in_pieces(
         return lax.dynamic_update_slice_in_dim(out, y, i * size, axis=1)
 
     # A constant would be copied for every product when the program begins.
-    out = jnp.broadcast_to(_zero_after(x), (x.shape[0], n * size))
+    out = jnp.broadcast_to(zero_after(x), (x.shape[0], n * size))
     return lax.fori_loop(0, n, piece, out)[:, :n_outputs]
 
 
@@ -272,12 +276,3 @@ def _products(values: Array, parts: Sequence[Array]) -> Int[Array, "G O P*T"]:
 def _scaled_sum(sums: Array, scale: Array) -> Float[Array, "O T"]:
     """The sum over groups, one term after the other: a reduction would not be vectorized."""
     return sum(y * s[:, None] for y, s in zip(sums, scale, strict=True))  # pyright: ignore
-
-
-def _zero_after(x: Array) -> Float[Array, ""]:
-    """Zero, known only once x is.
-
-    Without the dependency XLA widens every matrix when the program begins, and holds them all.
-    """
-    bits = lax.bitcast_convert_type(x[0, 0], jnp.int32)
-    return lax.clamp(jnp.int32(0), bits, jnp.int32(0)).astype(jnp.float32)

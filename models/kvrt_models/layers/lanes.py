@@ -57,17 +57,14 @@ def lane_product(
     Args:
       x: the tokens' activations.
       values: integers, by `in_lanes`, the matrix among them.
-      scale: of each output of the matrix in each group, not negative.
+      scale: of each output of the matrix in each group; O is a multiple of L.
       first: part of the values that the matrix begins with.
     """
-    n_tokens, n_outputs = x.shape[0], scale.shape[1]
-    n_parts = -(-n_outputs // LANES)
+    n_tokens = x.shape[0]
     if n_tokens > 1 and n_tokens % 2:
         x = jnp.concatenate([x, jnp.zeros_like(x[:1])])
-    missing = n_parts * LANES - n_outputs
-    scale = jnp.pad(scale, ((0, 0), (0, missing))) if missing else scale
-    y = _of_sums(_added_up, _sums(x, values, scale, first), (x.shape[0], n_parts * LANES), x)
-    return y[:n_tokens, :n_outputs]
+    size = x.shape[0], scale.shape[1]
+    return _of_sums(_added_up, _sums(x, values, scale, first), size, x)[:n_tokens]
 
 
 def row_product(x: Float[Array, "1 I"], weight: Float[Array, "O I"]) -> Float[Array, "1 O"] | None:
@@ -102,12 +99,18 @@ def n_pieces(n_parts: int, n_tokens: int, n_inputs: int, g: int) -> int:
 def _of_sums(
     added_up: Callable[[Array], Array], sums: Array, size: tuple[int, int], x: Array
 ) -> Float[Array, "T O"]:
-    """What they add up to, from memory: all that reads the product would compute them again.
+    """The product from its sums in memory: else each of its readers would compute them again.
 
-    XLA puts nothing into a branch, and does not know that a sign is one bit.
+    XLA puts nothing into a branch.
     """
-    sign = lax.bitcast_convert_type(x[0, 0], jnp.int32) >> 31
-    return lax.cond(sign <= 0, added_up, lambda _: jnp.zeros(size, jnp.float32), sums)
+    known = zero_after(x) <= 0
+    return lax.cond(known, added_up, lambda _: jnp.zeros(size, jnp.float32), sums)
+
+
+def zero_after(x: Float[Array, "T I"]) -> Float[Array, ""]:
+    """Zero, known only once x is, and never to XLA."""
+    bits = lax.bitcast_convert_type(x[0, 0], jnp.int32)
+    return lax.clamp(jnp.int32(0), bits, jnp.int32(0)).astype(jnp.float32)
 
 
 def _sums(x: Array, values: Array, scale: Array, first: int | Array) -> Shaped[Array, "P T C L"]:

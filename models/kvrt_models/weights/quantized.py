@@ -93,7 +93,7 @@ def round_matrix(source: WeightSource, tensors: Sequence[str], pool: Executor) -
 
 
 def _quantize(rows: Float[np.ndarray, "R I"]) -> tuple[Int8Matrix, float, float]:
-    """Rounds rows; also returns the squares of what is lost, and of all."""
+    """Rounds rows; also returns the sums of squares of the errors and of the weights."""
     flat = rows.reshape(-1)
     # Weights near the greatest number and the least have no square or no inverse: they count as
     # lost.
