@@ -1,5 +1,6 @@
 """Questions behind a text that is held, and their answers, written one after the other."""
 
+import abc
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from kvrt.session import OpenedSession
 from kvrt_models.tokenizer.encode import Tokenizer
 
 
-class Asking(Conversation):
+class Asking(Conversation, abc.ABC):
     """Questions that each stand behind the same text, which a subclass reads."""
 
     options: AskOptions
@@ -41,13 +42,13 @@ class Asking(Conversation):
             codes = (self._answer(i, interrupt) for i in range(len(self._ids)))
             return next(filter(None, codes), 0)
 
+    @abc.abstractmethod
     def _open(self) -> None:
         """Reads the text, once the weights are there."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _read(self, i: int, interrupt: Interrupt) -> tuple[Reading, Mapping[str, Any] | None]:
         """Reads question i behind the text; further fields of its --json."""
-        raise NotImplementedError
 
     def _answer(self, i: int, interrupt: Interrupt) -> int:
         """Writes what follows question i; returns the exit code, 0 to go on."""

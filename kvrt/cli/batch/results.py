@@ -327,7 +327,7 @@ class Results:
                 raise
 
     def write(self, results: Sequence[Result]) -> None:
-        """Adds the lines of one request, each with what it was computed with.
+        """Adds the lines of one request, each with its digest.
 
         Raises:
           KvrtError: there is no room; the file can be resumed.

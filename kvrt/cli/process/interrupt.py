@@ -122,7 +122,7 @@ class Unwinding(_Signals):
         return super().__enter__()
 
     def _closed(self, error: BaseException | None) -> None:
-        """What a library has made of `Ended` is `Ended` again."""
+        """Raises `Ended` again where a library has turned it into another exception."""
         sys.unraisablehook = self._unraisable
         if self._number is not None and isinstance(error, Exception):
             raise Ended(self._number) from error

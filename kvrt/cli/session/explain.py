@@ -58,7 +58,7 @@ def execute(options: ExplainOptions, given: prompt.Prompt) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What a folder has for a prompt, as JSON has it.
+    """The sessions of a folder that share the beginning of a prompt, as JSON has them.
 
     Attributes:
       session: the one that shares most with it.
