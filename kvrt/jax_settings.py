@@ -51,8 +51,8 @@ def _others() -> list[str]:
 def compiler_options() -> dict[str, str | bool] | None:
     """XLA's options for each program that kvrt compiles: on CPU vectors as wide as there are.
 
-    With the 256 bits that are XLA's default a step of SmolLM2 with int8 weights takes 8.4 ms instead
-    of 7.0 (Zen 5, `python -m scripts.bench.decode --what beside --dtype int8`).
+    With the 256 bits that are XLA's default a step of SmolLM2 with int8 weights takes 8.4 ms
+    instead of 7.0 (Zen 5, `python -m scripts.bench.decode --what beside --dtype int8`).
     """
     on_cpu = jax.default_backend() == "cpu"
     return {"xla_cpu_prefer_vector_width": "512"} if on_cpu else None
